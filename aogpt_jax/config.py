@@ -1,0 +1,313 @@
+"""The whole configuration on one page: frozen typed dataclasses, validated when made.
+
+A config file (`configs/*.py`) returns `default()`, a locked `ml_collections.ConfigDict` with every
+field below, after stating its differences. `from_dict` turns it (and the `--config.a.b=c` overrides)
+into a `Config`. Nothing here imports jax, so that `--help` and a wrong key answer at once.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import ml_collections
+
+from aogpt_jax.errors import UserError, nearest
+
+POSITION_ENCODINGS = ('learned', 'target_rotary')
+DTYPES = ('float32', 'bfloat16')
+ORDERS = ('left_to_right', 'uniform', 'mixture', 'fixed', 'blockwise')
+INNER_ORDERS = ('fixed', 'random')
+
+
+def check(ok: bool, field: str, value: Any, rule: str) -> None:
+  """Raises UserError 'FIELD=VALUE: RULE' unless `ok`."""
+  if not ok:
+    raise UserError(f'{field}={value!r}: {rule}')
+
+
+def check_choice(field: str, value: str, valid: tuple[str, ...]) -> None:
+  """Raises UserError that names the nearest valid value unless `value` is in `valid`."""
+  check(value in valid, field, value, f'not one of {valid}{nearest(value, valid)}')
+
+
+def _check_at_least(config: Any, section: str, low: float, *names: str) -> None:
+  for name in names:
+    value = getattr(config, name)
+    check(value >= low, f'{section}.{name}', value, f'must be at least {low}')
+
+
+def _check_within(config: Any, section: str, low: float, high: float, *names: str) -> None:
+  """Checks low <= value < high."""
+  for name in names:
+    value = getattr(config, name)
+    check(low <= value < high, f'{section}.{name}', value, f'must be in [{low}, {high})')
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """Shape of the decoder (paper section 2, Table 4: the defaults are AO-GPT small)."""
+
+  vocab_size: int = 50304  # ids the model knows; at least the tokenizer's, often padded to 64
+  context_length: int = 1024  # n, the longest sequence in tokens
+  num_layers: int = 12
+  num_heads: int = 12
+  embed_dim: int = 768  # d, width of the residual stream; the MLP is 4d wide
+  condition_dim: int = 128  # width of the target-position table that drives AdaLN
+  position_encoding: str = 'learned'  # or target_rotary: queries rotate by target, keys by position
+  rotary_base: float = 10000.0  # used by target_rotary alone
+  use_bias: bool = False  # biases of qkv, attention projection and MLP; AdaLN and head keep theirs
+  dropout_rate: float = 0.0
+  init_std: float = 0.02  # truncated normal; 0.02 * sqrt(768 / d) suits small widths
+  dtype: str = 'float32'  # of matmul inputs; weights, norms, softmax and loss stay float32
+  scan_layers: bool = True  # one compiled layer run in a loop, or all layers unrolled
+  loss_chunk: int = 0  # generation steps whose logits exist at once in the loss; 0: all of them
+
+  def __post_init__(self):
+    _check_at_least(self, 'model', 1, 'vocab_size', 'context_length', 'num_layers', 'num_heads')
+    _check_at_least(self, 'model', 1, 'embed_dim', 'condition_dim')
+    _check_at_least(self, 'model', 0, 'loss_chunk')
+    _check_within(self, 'model', 0, 1, 'dropout_rate')
+    check_choice('model.position_encoding', self.position_encoding, POSITION_ENCODINGS)
+    check_choice('model.dtype', self.dtype, DTYPES)
+    check(self.init_std > 0, 'model.init_std', self.init_std, 'must be positive')
+    check(self.rotary_base > 1, 'model.rotary_base', self.rotary_base, 'must be above 1')
+    if self.embed_dim % self.num_heads:
+      valid = [h for h in range(1, self.embed_dim + 1) if self.embed_dim % h == 0]
+      best = min(valid, key=lambda h: abs(h - self.num_heads))
+      check(False, 'model.num_heads', self.num_heads,
+            f'must divide model.embed_dim={self.embed_dim}; the nearest that does is {best}')
+    if self.position_encoding == 'target_rotary':
+      check(self.head_dim % 2 == 0, 'model.num_heads', self.num_heads,
+            f'target_rotary needs an even head width, but embed_dim/num_heads={self.head_dim}')
+
+  @property
+  def head_dim(self) -> int:
+    return self.embed_dim // self.num_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class OrderConfig:
+  """Distribution over generation orders in training; see `aogpt_jax.orders.make`."""
+
+  name: str = 'mixture'
+  random_ratio: float = 0.9  # mixture: probability of a uniform order, else left to right
+  seed: int = 0  # fixed, and blockwise with inner=fixed: draws the permutation
+  permutation: tuple[int, ...] = ()  # fixed: the order itself; blockwise: the inner order
+  block_size: int = 4  # blockwise: blocks of this many tokens, left to right
+  inner: str = 'fixed'  # blockwise: one inner permutation for all, or a random one a block
+
+  def __post_init__(self):
+    check_choice('order.name', self.name, ORDERS)
+    check_choice('order.inner', self.inner, INNER_ORDERS)
+    check(0 <= self.random_ratio <= 1, 'order.random_ratio', self.random_ratio, 'must be in [0, 1]')
+    _check_at_least(self, 'order', 1, 'block_size')
+
+  def options(self) -> dict[str, Any]:
+    """The keyword arguments of `orders.make` that this distribution reads."""
+    names = {
+        'mixture': ('random_ratio',),
+        'fixed': ('seed', 'permutation'),
+        'blockwise': ('block_size', 'inner', 'seed', 'permutation'),
+    }.get(self.name, ())
+    return {name: getattr(self, name) for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """What is read, and with which tokenizer; see `aogpt_jax.data.corpora` for the corpus names."""
+
+  train: str = 'embedded:shakespeare:train'
+  validation: str = 'embedded:shakespeare:validation'
+  tokenizer: str = 'sentencepiece'  # train one on data.train, or the path of a .model file
+  vocab_size: int = 512  # of the tokenizer, when it is trained here
+  directory: str = ''  # where packed blocks are written; empty: WORKDIR/data
+
+  def __post_init__(self):
+    _check_at_least(self, 'data', 1, 'vocab_size')
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+  """AdamW, schedule and weight average (paper section 3)."""
+
+  learning_rate: float = 6e-4
+  min_learning_rate: float = 6e-5
+  warmup_steps: int = 2000  # linear from 0
+  decay_steps: int = 0  # the cosine ends at this step; 0: at train.num_steps
+  weight_decay: float = 0.05  # on kernels and embeddings, not on biases and norm scales
+  b1: float = 0.9
+  b2: float = 0.95
+  eps: float = 1e-8
+  clip_norm: float = 1.0  # global gradient norm; 0: no clipping
+  ema_decay: float = 0.9999  # effective min(ema_decay, (1+k)/(10+k)) at update k; 0: no average
+
+  def __post_init__(self):
+    _check_at_least(self, 'optimizer', 0, 'learning_rate', 'min_learning_rate', 'warmup_steps',
+                    'decay_steps', 'weight_decay', 'clip_norm')
+    _check_within(self, 'optimizer', 0, 1, 'b1', 'b2', 'ema_decay')
+    check(self.eps > 0, 'optimizer.eps', self.eps, 'must be positive')
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+  """Length and batch of the run."""
+
+  num_steps: int = 500_000
+  batch_size: int = 512  # sequences in one update, over all devices and micro-batches
+  accumulation: int = 1  # micro-batches in one update
+  log_every: int = 10
+  eval_every: int = 1000  # 0: only at the end
+  checkpoint_every: int = 1000  # 0: only at the end
+  keep_checkpoints: int = 2
+  wandb_project: str = ''  # empty: no Weights & Biases
+
+  def __post_init__(self):
+    _check_at_least(self, 'train', 1, 'num_steps', 'batch_size', 'accumulation', 'log_every',
+                    'keep_checkpoints')
+    _check_at_least(self, 'train', 0, 'eval_every', 'checkpoint_every')
+    check(self.batch_size % self.accumulation == 0, 'train.accumulation', self.accumulation,
+          f'must divide train.batch_size={self.batch_size}')
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+  """Validation: every block once left to right, and once for each of `num_orders` orders."""
+
+  num_orders: int = 4  # uniform orders a block; the standard error over orders needs 2
+  batch_size: int = 64
+
+  def __post_init__(self):
+    _check_at_least(self, 'eval', 1, 'batch_size')
+    _check_at_least(self, 'eval', 2, 'num_orders')
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+  """Texts drawn by --mode=sample and at the end of training."""
+
+  num_samples: int = 3
+  steps: int = 0  # forward passes a text; 0: one a token
+  temperature: float = 1.0  # 0: greedy
+  top_p: float = 1.0
+  seed: int = 0
+  infill: str = ''  # a text with holes <mask:k> of k tokens, filled at the end of training
+
+  def __post_init__(self):
+    _check_at_least(self, 'sample', 0, 'num_samples', 'steps', 'temperature')
+    check(0 <= self.top_p <= 1, 'sample.top_p', self.top_p, 'must be in [0, 1]')
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """Devices along each mesh axis; -1 in one place takes all that is left."""
+
+  data: int = -1
+  fsdp: int = 1
+  tensor: int = 1
+
+  def __post_init__(self):
+    sizes = dataclasses.astuple(self)
+    for name, size in zip(('data', 'fsdp', 'tensor'), sizes):
+      check(size >= 1 or size == -1, f'mesh.{name}', size, 'must be positive, or -1 for the rest')
+    check(sizes.count(-1) <= 1, 'mesh', sizes, 'at most one axis may be -1')
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """One run. Two runs with equal configs on any number of devices give the same numbers."""
+
+  seed: int = 0
+  model: ModelConfig = ModelConfig()
+  order: OrderConfig = OrderConfig()
+  data: DataConfig = DataConfig()
+  optimizer: OptimizerConfig = OptimizerConfig()
+  train: TrainConfig = TrainConfig()
+  eval: EvalConfig = EvalConfig()
+  sample: SampleConfig = SampleConfig()
+  mesh: MeshConfig = MeshConfig()
+
+  def __post_init__(self):
+    decay_end = self.decay_steps
+    check(self.optimizer.warmup_steps < decay_end, 'optimizer.warmup_steps',
+          self.optimizer.warmup_steps, f'must be below the end of the decay, step {decay_end}')
+    order = self.order
+    if order.name == 'blockwise':
+      check(self.model.context_length % order.block_size == 0, 'order.block_size',
+            order.block_size, f'must divide model.context_length={self.model.context_length}')
+    if order.permutation:
+      length = order.block_size if order.name == 'blockwise' else self.model.context_length
+      check(sorted(order.permutation) == list(range(length)), 'order.permutation',
+            order.permutation, f'must hold each of 0..{length - 1} once')
+
+  @property
+  def decay_steps(self) -> int:
+    """The step at which the cosine ends."""
+    return self.optimizer.decay_steps or self.train.num_steps
+
+
+# Fields that may change when a run is continued: they do not touch the weights that come out.
+FREE_FIELDS = ('train.log_every', 'train.eval_every', 'train.checkpoint_every',
+               'train.keep_checkpoints', 'train.wandb_project', 'train.num_steps', 'eval.', 'sample.',
+               'mesh.', 'data.directory', 'data.validation', 'model.scan_layers',
+               'model.loss_chunk')
+
+
+def default() -> ml_collections.ConfigDict:
+  """Every field with its default, locked: what a config file changes and returns."""
+  return ml_collections.ConfigDict(dataclasses.asdict(Config())).lock()
+
+
+def from_dict(values: Any, kind: type = Config, prefix: str = '') -> Any:
+  """Builds `kind` (Config or one of its sections) from a nested dict or ConfigDict.
+
+  Raises UserError for an unknown key (the nearest valid one is named), a value of the wrong type,
+  or an impossible value. Keys that are left out take their defaults.
+  """
+  fields = {field.name: field for field in dataclasses.fields(kind)}
+  kwargs = {}
+  for key, value in dict(values).items():
+    name = prefix + key
+    if key not in fields:
+      raise UserError(f'{name}: no such config field{nearest(key, fields)}')
+    expected = fields[key].type
+    if dataclasses.is_dataclass(expected):
+      value = from_dict(value, expected, name + '.')
+    elif expected == tuple[int, ...]:
+      value = tuple(value)
+      check(all(type(v) is int for v in value), name, value, 'must hold integers')
+    else:
+      if expected is float and type(value) is int:
+        value = float(value)
+      check(type(value) is expected, name, value, f'must be of type {expected.__name__}')
+    kwargs[key] = value
+  return kind(**kwargs)
+
+
+def flatten(config: Config) -> dict[str, Any]:
+  """{'seed': 0, 'model.num_layers': 12, ...}."""
+  flat = {}
+  for key, value in dataclasses.asdict(config).items():
+    if isinstance(value, dict):
+      flat.update({f'{key}.{name}': v for name, v in value.items()})
+    else:
+      flat[key] = value
+  return flat
+
+
+def differing_fields(old: Config, new: Config) -> list[str]:
+  """Names the fields that forbid continuing run `old` under `new`, as 'field: OLD -> NEW'."""
+  flats = [flatten(old), flatten(new)]
+  for flat, config in zip(flats, (old, new)):
+    flat['optimizer.decay_steps'] = config.decay_steps
+  return [f'{name}: {flats[0][name]!r} -> {flats[1][name]!r}' for name in flats[0]
+          if flats[0][name] != flats[1][name] and not name.startswith(FREE_FIELDS)]
+
+
+def to_json(config: Config) -> str:
+  """Indented JSON; `from_json` reads it back to an equal Config."""
+  return json.dumps(dataclasses.asdict(config), indent=2) + '\n'
+
+
+def from_json(text: str) -> Config:
+  """Reads what `to_json` wrote; raises UserError as `from_dict` does."""
+  return from_dict(json.loads(text))

@@ -1,0 +1,226 @@
+"""A byte-complete SentencePiece BPE tokenizer: `decode(encode(text)) == text` for any text.
+
+Ids: 0 is sentencepiece's unknown piece (never produced: every character has its bytes to fall back
+on), 1 is end-of-text (sentencepiece's eos control piece), 2..257 are the 256 byte pieces, the rest
+are learned pieces, the merges in the order they were learned and then single characters.
+
+Nothing is normalised: no dummy prefix, no whitespace removed. A newline is a character like any
+other. A piece may hold a newline next to other newlines, punctuation or symbols (',\\n', '.\\n\\n'
+are the usual ones), but never next to letters (pieces do not mix scripts), and a space is only ever
+the start of a piece or a run of spaces. Tabs, NUL and the characters sentencepiece reserves for
+itself (U+2581, U+2585) are always spelled in bytes.
+"""
+
+import hashlib
+import io
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from aogpt_jax.errors import UserError
+
+_SPACE = '\u2581'  # sentencepiece's escape for a space
+# Sentencepiece skips sentences with NUL or U+2585 and takes U+2581 and tab for its own marks:
+# training sentences end there. They also end at a space after at most 16384 characters, since
+# the trainer counts positions within a word in 16 bits.
+_SENTENCE = re.compile('[^\0\t\u2581\u2585]{1,16384}(?![^ \0\t\u2581\u2585])|'
+                       '[^\0\t\u2581\u2585]{1,16384}')
+_FIXED_PIECES = 258  # unknown, end-of-text and 256 bytes
+_MAX_VOCAB_SIZE = 2**20  # far above any in use; sentencepiece takes minutes to refuse 2**31
+_ROUND_TRIP_PROBE = '  A \n\n\t\0 caf\u00e9\u2581 \ufb01 </s>\r\n '
+
+
+class SentencePieceTokenizer:
+  """Text to ids and back, from the bytes of a sentencepiece model.
+
+  Attributes:
+    vocab_size: number of ids.
+    end_of_text_id: the id that ends a document; `encode` never produces it.
+    fingerprint: sha256 (hex) of the model's bytes.
+  """
+
+  def __init__(self, model: bytes, name: str = 'tokenizer model'):
+    """Loads a model.
+
+    Args:
+      model: the bytes of a sentencepiece model with byte fallback and an eos piece.
+      name: what to call it in an error, such as its path.
+
+    Raises:
+      UserError: if the bytes are no such model, or if it does not give back the text it is given.
+    """
+    import sentencepiece
+    try:
+      self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    except RuntimeError:
+      raise UserError(f'{name}: not a sentencepiece model (damaged or another format)') from None
+    self._model = model
+    self.vocab_size: int = self._processor.vocab_size()
+    self.end_of_text_id: int = self._processor.eos_id() if self.vocab_size else -1
+    self.fingerprint: str = hashlib.sha256(model).hexdigest()
+    self._bytes = [_piece_bytes(self._processor, i) for i in range(self.vocab_size)]
+    self._space_ids = [self._processor.piece_to_id(f'<0x{b:02X}>') for b in _SPACE.encode()]
+    if self.end_of_text_id < 0 or not all(map(self._processor.is_byte, self._space_ids)):
+      raise UserError(f'{name}: the sentencepiece model must have an eos piece and byte fallback; '
+                      'train one with train_sentencepiece')
+    if self.decode(self.encode(_ROUND_TRIP_PROBE)) != _ROUND_TRIP_PROBE:
+      raise UserError(f'{name}: the sentencepiece model changes the text (normalisation, dummy '
+                      'prefix or removed spaces); train one with train_sentencepiece')
+
+  def encode(self, text: str) -> np.ndarray:
+    """Returns the ids of a text, int32 (n,); n = 0 for ''. Never the end-of-text id.
+
+    Text that spells a control or byte piece ('</s>', '<0x41>') is only its characters.
+
+    Raises:
+      UserError: if the text has a lone surrogate, which UTF-8 cannot hold.
+    """
+    _check_encodable(text)
+    first, *others = map(self._processor.encode, text.split(_SPACE))
+    for ids in others:
+      # Sentencepiece would give U+2581 back as a space, so it is spelled in bytes.
+      first += self._space_ids + ids
+    return np.asarray(first, dtype=np.int32)
+
+  def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    """Returns the text of integer ids (n,).
+
+    End-of-text is nothing, the unknown piece is U+FFFD, and so is each run of byte pieces that is
+    no valid UTF-8 (a model can generate those).
+
+    Raises:
+      UserError: if ids are not integers, not (n,) or not in [0, vocab_size).
+    """
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+      raise UserError(f'ids must be integers of shape (n,), got {ids.dtype} {ids.shape}')
+    outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+    if outside.size:
+      raise UserError(f'id {outside[0]} is outside the vocabulary; '
+                      f'valid: 0 to {self.vocab_size - 1}')
+    return b''.join([self._bytes[i] for i in ids.tolist()]).decode('utf-8', errors='replace')
+
+  def save(self, path: str | os.PathLike[str]) -> None:
+    """Writes the model's bytes; a reader sees the old file or the new one, never a part."""
+    path = pathlib.Path(path)
+    unfinished = path.with_name(f'{path.name}.tmp-{os.getpid()}')
+    try:
+      path.parent.mkdir(parents=True, exist_ok=True)
+      unfinished.write_bytes(self._model)
+      os.replace(unfinished, path)
+    except OSError as error:
+      unfinished.unlink(missing_ok=True)
+      raise UserError(f'{path}: cannot be written: {error.strerror}') from None
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer:
+  """Reads a model that `SentencePieceTokenizer.save` wrote.
+
+  Raises:
+    UserError: if the file is missing, unreadable, damaged, or not a model of this kind.
+  """
+  try:
+    model = pathlib.Path(path).read_bytes()
+  except OSError as error:
+    raise UserError(f'{path}: cannot read the tokenizer model: {error.strerror}') from None
+  return SentencePieceTokenizer(model, name=str(path))
+
+
+def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
+  """Trains a BPE model; the same documents give the same bytes.
+
+  All text is used, in memory: on a large corpus pass a part of it (some 100 MB are plenty).
+  Characters beyond 99.95 % of the text get no piece of their own, only bytes.
+
+  Args:
+    documents: texts of any length.
+    vocab_size: number of ids, of which 258 are the byte and control pieces.
+
+  Raises:
+    UserError: if vocab_size is too small or too large for the text (the message has the nearest
+      valid one), if there is no text, or if a text has a lone surrogate. What iterating over
+      documents raises comes through unchanged.
+  """
+  import sentencepiece
+  if vocab_size > _MAX_VOCAB_SIZE:
+    raise UserError(f'vocab_size = {vocab_size} must be at most {_MAX_VOCAB_SIZE}')
+  model = io.BytesIO()
+  failures: list[BaseException] = []
+  try:
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=_keep_failure(_training_sentences(documents), failures),
+        model_writer=model,
+        model_type='bpe',
+        # Below this, sentencepiece fails without naming a valid size.
+        vocab_size=max(vocab_size, _FIXED_PIECES),
+        byte_fallback=True,
+        normalization_rule_name='identity',
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        # Without a piece for it (text with few spaces) a space would come back as U+2581.
+        required_chars=_SPACE,
+        max_sentence_length=2**20,  # bytes; above any sentence here, so none is dropped
+        unk_id=0, eos_id=1, bos_id=-1, pad_id=-1,
+        num_threads=1,
+        minloglevel=3)
+  except RuntimeError as error:
+    if failures:  # sentencepiece turns what the iterator raises into a RuntimeError
+      raise failures[0] from None
+    raise _training_error(vocab_size, str(error)) from error
+  return SentencePieceTokenizer(model.getvalue())
+
+
+def _training_sentences(documents: Iterable[str]) -> Iterator[str]:
+  """Cuts documents into sentences that sentencepiece takes whole."""
+  for text in documents:
+    _check_encodable(text)
+    for sentence in _SENTENCE.findall(text):
+      # Newlines at the very end of a sentence are stripped by sentencepiece: a space, which
+      # starts a word of its own, keeps them.
+      yield sentence + ' ' if sentence.endswith(('\n', '\r')) else sentence
+
+
+def _keep_failure(items: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
+  try:
+    yield from items
+  except Exception as error:
+    failures.append(error)
+    raise
+
+
+def _training_error(vocab_size: int, message: str) -> Exception:
+  """Turns sentencepiece's message into a UserError with the nearest valid size."""
+  if small := re.search(r'smaller than required_chars\. \d+ vs (\d+)', message):
+    return UserError(f'vocab_size = {vocab_size} is too small for this text: it needs '
+                     f'{_FIXED_PIECES} byte and control pieces and its characters; '
+                     f'the nearest valid is {small[1]}')
+  if large := re.search(r'set it to a value <= (\d+)', message):
+    return UserError(f'vocab_size = {vocab_size} is too large for this text: it does not have that '
+                     f'many pieces; the nearest valid is {large[1]}')
+  if 'sentences_.empty()' in message:
+    return UserError('no text to train a tokenizer on: the documents are empty')
+  return RuntimeError(f'sentencepiece training failed: {message}')
+
+
+def _piece_bytes(processor, piece_id: int) -> bytes:
+  """Returns the UTF-8 bytes that a piece stands for."""
+  piece = processor.id_to_piece(piece_id)
+  if processor.is_control(piece_id):
+    return b''
+  if processor.is_unknown(piece_id):
+    return '\ufffd'.encode()
+  if processor.is_byte(piece_id):
+    return bytes([int(piece[3:5], 16)])  # '<0x41>'
+  return piece.replace(_SPACE, ' ').encode()
+
+
+def _check_encodable(text: str) -> None:
+  try:
+    text.encode('utf-8')
+  except UnicodeEncodeError as error:
+    raise UserError(f'the text has a lone surrogate {text[error.start]!a} at character '
+                    f'{error.start}; a text must be valid Unicode') from None

@@ -1,0 +1,8 @@
+"""Generation in any order: schedules, the law of a draw, and the cached parallel loop."""
+
+from aogpt_jax.sampling.logits import SamplingRule, draw, nucleus_mask, transform
+from aogpt_jax.sampling.parallel import decode_logits, generate
+from aogpt_jax.sampling.schedules import reveal_counts
+
+__all__ = ['SamplingRule', 'decode_logits', 'draw', 'generate', 'nucleus_mask', 'reveal_counts',
+           'transform']

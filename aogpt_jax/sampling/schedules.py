@@ -1,0 +1,37 @@
+"""How many tokens are known after each step of parallel generation."""
+
+import numpy as np
+
+from aogpt_jax.config import check, check_choice
+
+SCHEDULES = ('linear', 'cosine')
+
+
+def reveal_counts(kind: str, length: int, steps: int) -> np.ndarray:
+  """Cumulative number of tokens revealed after each step (paper section 4).
+
+  With τ from 1 to 0 over the steps and u(τ) = τ (linear) or cos((1-τ)π/2) (cosine), the count is
+  int(length·(1-u)), but at least one more than before; float32 arithmetic, as the reference.
+
+  Args:
+    kind: 'linear' or 'cosine'.
+    length: tokens to generate.
+    steps: forward passes, 1..length.
+
+  Returns:
+    (steps,) int64, the last entry is `length`.
+
+  Raises:
+    UserError: for an unknown kind or steps outside 1..length.
+  """
+  check_choice('schedule', kind, SCHEDULES)
+  check(1 <= steps <= length, 'steps', steps,
+        f'must be in 1..{length}, the number of tokens to generate')
+  remaining = np.linspace(1, 0, steps + 1, dtype=np.float32)
+  if kind == 'cosine':
+    remaining = np.cos((np.float32(1) - remaining) * np.float32(np.pi / 2))
+  counts, known = [], 0
+  for u in remaining[1:]:
+    known = max(int(np.float32(length) * (np.float32(1) - u)), known + 1)
+    counts.append(known)
+  return np.asarray(counts)

@@ -1,0 +1,111 @@
+"""Devices as a mesh data × fsdp × tensor, and where every array lies on it.
+
+Modules know nothing of this: one table maps parameter paths to PartitionSpecs, XLA does the rest.
+"""
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from aogpt_jax.config import MeshConfig
+from aogpt_jax.errors import UserError
+
+AXES = ('data', 'fsdp', 'tensor')
+
+# (end of the parameter path, spec of its axes). Stacked layers have their layer axis first.
+RULES = (
+    (r'token_embedding/embedding', P('tensor', 'fsdp')),
+    (r'position_embedding/embedding|none_embedding/embedding', P(None, 'fsdp')),
+    (r'target_embedding/embedding', P(None, None)),
+    (r'attention/qkv/kernel', P(None, 'fsdp', None, 'tensor', None)),  # L, d, 3, H, K
+    (r'attention/qkv/bias', P(None, None, 'tensor', None)),
+    (r'attention/out/kernel', P(None, 'tensor', None, 'fsdp')),  # L, H, K, d
+    (r'up/kernel', P(None, 'fsdp', 'tensor')),  # L, d, 4d
+    (r'up/bias', P(None, 'tensor')),
+    (r'down/kernel', P(None, 'tensor', 'fsdp')),  # L, 4d, d
+    (r'blocks/modulation/kernel', P(None, None, None, 'fsdp')),  # L, c, 6, d
+    (r'final_modulation/kernel', P(None, None, 'fsdp')),  # c, 2, d
+    (r'head/kernel', P('fsdp', 'tensor')),
+    (r'head/bias', P('tensor')),
+    (r'bias|scale', P()),
+)
+
+
+def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+  """Lays all devices out as data × fsdp × tensor.
+
+  Raises:
+    UserError: if the axis sizes do not multiply to the number of devices.
+  """
+  devices = jax.devices() if devices is None else devices
+  sizes = [config.data, config.fsdp, config.tensor]
+  if -1 in sizes:
+    known = -int(np.prod(sizes))
+    sizes[sizes.index(-1)] = max(1, len(devices) // known)
+  if np.prod(sizes) != len(devices):
+    raise UserError(f'mesh data×fsdp×tensor={sizes}: the product is {np.prod(sizes)}, but there '
+                    f'are {len(devices)} devices; set one of mesh.data, mesh.fsdp, mesh.tensor '
+                    'to -1')
+  return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def check_batch(mesh: Mesh, field: str, rows: int) -> None:
+  """Raises UserError unless `rows` divides evenly over the data and fsdp axes."""
+  ways = mesh.shape['data'] * mesh.shape['fsdp']
+  if rows % ways:
+    below = rows // ways * ways
+    raise UserError(f'{field}={rows}: rows are split over data×fsdp={ways} devices, so it must be a '
+                    f'multiple of {ways}; the nearest are {below or ways} and {below + ways}')
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+  """Rows of a (B, …) array over the data and fsdp axes."""
+  return NamedSharding(mesh, P(('data', 'fsdp')))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  return NamedSharding(mesh, P())
+
+
+def _path_name(path: Any) -> str:
+  return '/'.join(str(getattr(part, 'key', getattr(part, 'name', getattr(part, 'idx', part))))
+                  for part in path)
+
+
+def param_spec(path: str) -> P:
+  """PartitionSpec of the parameter at 'blocks/attention/qkv/kernel', by the first rule that fits.
+
+  Raises:
+    KeyError: for a path that no rule covers, so that a new parameter is never replicated unseen.
+  """
+  for pattern, spec in RULES:
+    if re.search(f'(^|/)({pattern})$', path):
+      return spec
+  raise KeyError(f'no partition rule for parameter {path}')
+
+
+def state_shardings(mesh: Mesh, abstract_state: Any) -> Any:
+  """A NamedSharding for every leaf of a TrainState.
+
+  Optimiser moments and EMA mirror the parameter tree, so their paths end like the parameters';
+  counters are replicated. An axis that does not divide is replicated too.
+  """
+  def leaf(path, array):
+    spec = param_spec(_path_name(path)) if array.ndim else P()
+    spec = [axis if axis and array.shape[i] % mesh.shape[axis] == 0 else None
+            for i, axis in enumerate(spec)]
+    return NamedSharding(mesh, P(*spec))
+  return jax.tree.map_with_path(leaf, abstract_state)
+
+
+def global_array(local_rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
+  """Makes one global array from the rows that each process holds, in process order."""
+  return jax.make_array_from_process_local_data(sharding, local_rows)
+
+
+def global_array_from_all_rows(rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
+  """Makes one global array where every process holds all rows (evaluation)."""
+  return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])

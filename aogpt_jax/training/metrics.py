@@ -1,0 +1,141 @@
+"""What a run reports: progress, log lines, metrics.jsonl, TensorBoard, optionally W&B."""
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+from absl import logging
+
+from aogpt_jax.config import Config, ModelConfig, flatten
+
+# Peak dense bf16 FLOP/s of one chip, by the start of jax's device_kind. Sources: the vendors' data
+# sheets (cloud.google.com/tpu/docs/system-architecture; NVIDIA A100, H100 SXM, H200, B200 sheets).
+PEAK_FLOPS = {
+    'TPU v3': 123e12 / 2,  # jax counts a v3 core, half a chip
+    'TPU v4': 275e12,
+    'TPU v5 lite': 197e12,
+    'TPU v5p': 459e12,
+    'TPU v5': 459e12,
+    'TPU v6 lite': 918e12,
+    'NVIDIA A100': 312e12,
+    'NVIDIA H100': 989e12,
+    'NVIDIA H200': 989e12,
+    'NVIDIA B200': 2250e12,
+}
+
+
+def flops_per_token(config: ModelConfig) -> float:
+  """Matmul FLOPs of forward and backward for one token: 6 a weight, 12·L·n·d for attention.
+
+  The convention of PaLM (arXiv 2204.02311, appendix B), which counts the whole n×n score matrix.
+  Tables (embeddings, modulation) are gathered, not multiplied, and not counted.
+  """
+  c = config
+  weights = c.num_layers * 12 * c.embed_dim**2 + c.embed_dim * c.vocab_size
+  return 6.0 * weights + 12.0 * c.num_layers * c.context_length * c.embed_dim
+
+
+def peak_flops() -> float | None:
+  """Peak FLOP/s of all devices together, None for a kind that PEAK_FLOPS does not list."""
+  devices = jax.devices()
+  for kind, peak in PEAK_FLOPS.items():
+    if devices[0].device_kind.startswith(kind):
+      return peak * len(devices)
+  return None
+
+
+def _truncate_after(path: pathlib.Path, step: int) -> None:
+  """Drops the records after `step`: the steps that a resumed run is about to do again."""
+  if not path.exists():
+    return
+  kept = []
+  for line in path.read_text().splitlines():
+    try:
+      if json.loads(line)['step'] <= step:
+        kept.append(line + '\n')
+    except ValueError:  # the line that a kill cut short
+      continue
+  path.write_text(''.join(kept))
+
+
+class MetricWriter:
+  """Writes scalars to metrics.jsonl, to TensorBoard event files and to W&B if asked.
+
+  Only process 0 writes. Names carry their unit: 'train/nats_per_token'.
+  """
+
+  def __init__(self, config: Config, workdir: pathlib.Path, start_step: int):
+    self._active = jax.process_index() == 0
+    self._wandb = None
+    if not self._active:
+      return
+    from tensorboardX import SummaryWriter
+    path = workdir / 'metrics.jsonl'
+    _truncate_after(path, start_step)
+    self._file = open(path, 'a', buffering=1)
+    self._board = SummaryWriter(str(workdir / 'tensorboard'), purge_step=start_step + 1)
+    if config.train.wandb_project:
+      import wandb
+      self._wandb = wandb.init(project=config.train.wandb_project, name=workdir.name,
+                               dir=str(workdir), config=flatten(config), resume='allow',
+                               id=workdir.name)
+
+  def write(self, step: int, scalars: dict[str, float]) -> None:
+    """Records scalars at a step (updates done)."""
+    if not self._active:
+      return
+    self._file.write(json.dumps({'step': step, **scalars}) + '\n')
+    for name, value in scalars.items():
+      self._board.add_scalar(name, value, step)
+    if self._wandb:
+      self._wandb.log(scalars, step=step)
+
+  def close(self) -> None:
+    if not self._active:
+      return
+    self._file.close()
+    self._board.close()
+    if self._wandb:
+      self._wandb.finish()
+
+
+class Progress:
+  """A tqdm bar on a terminal, log lines elsewhere."""
+
+  def __init__(self, total: int, start: int):
+    from tqdm import tqdm
+    self._on_terminal = sys.stderr.isatty()
+    self._bar = tqdm(total=total, initial=start, unit='step', dynamic_ncols=True,
+                     disable=not self._on_terminal or jax.process_index() != 0)
+
+  def advance(self) -> None:
+    self._bar.update()
+
+  def report(self, step: int, total: int, scalars: dict[str, Any]) -> None:
+    """Shows the newest metrics."""
+    text = describe(scalars)
+    if self._on_terminal:
+      self._bar.set_postfix_str(text, refresh=False)
+    elif jax.process_index() == 0:
+      logging.info('step %d/%d  %s', step, total, text)
+
+  def say(self, text: str) -> None:
+    """Prints a line without breaking the bar."""
+    if self._on_terminal:
+      self._bar.write(text, file=sys.stderr)
+    elif jax.process_index() == 0:
+      logging.info('%s', text)
+
+  def close(self) -> None:
+    self._bar.close()
+
+
+def describe(scalars: dict[str, float]) -> str:
+  """One line of the metrics a person watches."""
+  formats = {'nats_per_token': 'loss {:.3f} nats', 'perplexity': 'ppl {:.1f}',
+             'grad_norm': 'grad {:.2f}', 'learning_rate': 'lr {:.1e}',
+             'tokens_per_second': '{:,.0f} tok/s', 'mfu': 'MFU {:.1%}'}
+  named = {name.removeprefix('train/'): value for name, value in scalars.items()}
+  return '  '.join(text.format(named[name]) for name, text in formats.items() if name in named)

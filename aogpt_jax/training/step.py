@@ -1,0 +1,118 @@
+"""One update: tokens and orders → items → NLL → gradient → new state, as pure functions."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from aogpt_jax import keys, objective, orders as orders_lib
+from aogpt_jax.config import Config
+from aogpt_jax.model import AOGPT
+from aogpt_jax.training import optimizer as optimizer_lib
+
+
+class TrainState(NamedTuple):
+  """All that a run carries from step to step, and all that a checkpoint holds.
+
+  step: () int32, updates done. params, ema: nested dicts of float32 arrays. opt_state: optax's.
+  """
+
+  step: jax.Array
+  params: Any
+  ema: Any
+  opt_state: Any
+
+
+class Recipe(NamedTuple):
+  """The static half of training: everything that is not an array."""
+
+  config: Config
+  graphdef: nnx.GraphDef
+  optimizer: optax.GradientTransformation
+  order: orders_lib.OrderDistribution
+
+
+def make_recipe(config: Config) -> Recipe:
+  """Builds model structure, optimiser and order distribution from the config; no arrays."""
+  abstract = nnx.eval_shape(lambda: AOGPT(config.model, rngs=nnx.Rngs(0)))
+  return Recipe(config, nnx.graphdef(abstract), optimizer_lib.make_optimizer(config),
+                orders_lib.make(config.order.name, **config.order.options()))
+
+
+def init_state(recipe: Recipe) -> TrainState:
+  """The state before the first update; a function of config.seed, to be run under jit."""
+  key = keys.stream_key(recipe.config.seed, 'init')
+  params = nnx.to_pure_dict(nnx.state(AOGPT(recipe.config.model, rngs=nnx.Rngs(key)), nnx.Param))
+  return TrainState(jnp.int32(0), params, jax.tree.map(jnp.copy, params),
+                    recipe.optimizer.init(params))
+
+
+def accumulate(recipe: Recipe, params: Any, tokens: jax.Array, orders: jax.Array,
+               key: jax.Array) -> tuple[jax.Array, Any]:
+  """Loss and gradient of the mean over all tokens, one micro-batch at a time.
+
+  Micro-batches add up sums of NLL and their gradients; one division by the number of tokens
+  follows, so that any cut of the same rows gives the same result.
+
+  Args:
+    recipe: static half.
+    params: nested dict of float32 arrays.
+    tokens, orders: (micro-batches, rows, n) int32.
+    key: dropout key; each micro-batch folds in its index.
+
+  Returns:
+    loss () float32 nats per token, and gradients shaped as params.
+  """
+  def summed_nll(params, tokens, orders, index):
+    model = nnx.merge(recipe.graphdef, params)
+    drop_key = jax.random.fold_in(key, index) if recipe.config.model.dropout_rate else None
+    return objective.token_nll(model, tokens, orders, drop_key).sum()
+
+  def add(total, micro):
+    return jax.tree.map(jnp.add, total, jax.value_and_grad(summed_nll)(params, *micro)), None
+
+  zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+  (nll, grads), _ = jax.lax.scan(add, zero, (tokens, orders, jnp.arange(tokens.shape[0])))
+  return nll / tokens.size, jax.tree.map(lambda g: g / tokens.size, grads)
+
+
+def update(recipe: Recipe, state: TrainState, tokens: jax.Array, orders: jax.Array,
+           ) -> tuple[TrainState, dict[str, jax.Array]]:
+  """One optimiser step on given tokens and orders, (micro-batches, rows, n) int32 each.
+
+  Returns:
+    The new state, and metrics (scalars float32): nats_per_token, grad_norm (before clipping),
+    learning_rate.
+  """
+  c = recipe.config
+  key = keys.stream_key(c.seed, 'dropout', state.step)
+  loss, grads = accumulate(recipe, state.params, tokens, orders, key)
+  changes, opt_state = recipe.optimizer.update(grads, state.opt_state, state.params)
+  params = optax.apply_updates(state.params, changes)
+  step = state.step + 1
+  ema = optimizer_lib.update_ema(state.ema, params, step, c.optimizer.ema_decay)
+  metrics = {'nats_per_token': loss, 'grad_norm': optax.tree.norm(grads),
+             'learning_rate': optimizer_lib.learning_rate(c)(state.step)}
+  return TrainState(step, params, ema, opt_state), metrics
+
+
+def train_step(recipe: Recipe, state: TrainState, tokens: jax.Array,
+               ) -> tuple[TrainState, dict[str, jax.Array]]:
+  """`update` on tokens (B, n) int32, with orders drawn from (seed, step, row of the batch)."""
+  batch, length = tokens.shape
+  key = keys.stream_key(recipe.config.seed, 'order', state.step)
+  orders = recipe.order.sample(key, batch, length)
+  micro = lambda x: x.reshape(recipe.config.train.accumulation, -1, length)
+  return update(recipe, state, micro(tokens), micro(orders))
+
+
+def jit_step(recipe: Recipe, state_shardings: TrainState, batch_sharding: Any,
+             ) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+  """Compiles `train_step` for a mesh; the old state's memory is reused for the new one."""
+  replicated = state_shardings.step
+  return jax.jit(lambda state, tokens: train_step(recipe, state, tokens), donate_argnums=0,
+                 in_shardings=(state_shardings, batch_sharding),
+                 out_shardings=(state_shardings, replicated))
