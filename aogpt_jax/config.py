@@ -1,8 +1,8 @@
 """The whole configuration on one page: frozen typed dataclasses, validated when made.
 
 A config file (`configs/*.py`) returns `default()`, a locked `ml_collections.ConfigDict` with every
-field below, after stating its differences. `from_dict` turns it (and the `--config.a.b=c` overrides)
-into a `Config`. Nothing here imports jax, so that `--help` and a wrong key answer at once.
+field below, after stating its differences. `from_dict` turns it, with the `--config.a.b=c`
+overrides, into a `Config`. Nothing here imports jax: `--help` and a wrong key answer at once.
 """
 
 import dataclasses
@@ -246,10 +246,9 @@ class Config:
 
 
 # Fields that may change when a run is continued: they do not touch the weights that come out.
-FREE_FIELDS = ('train.log_every', 'train.eval_every', 'train.checkpoint_every',
-               'train.keep_checkpoints', 'train.wandb_project', 'train.num_steps', 'eval.', 'sample.',
-               'mesh.', 'data.directory', 'data.validation', 'model.scan_layers',
-               'model.loss_chunk')
+FREE_FIELDS = ('train.num_steps', 'train.log_every', 'train.eval_every', 'train.checkpoint_every',
+               'train.keep_checkpoints', 'train.wandb_project', 'eval.', 'sample.', 'mesh.',
+               'data.directory', 'data.validation', 'model.scan_layers', 'model.loss_chunk')
 
 
 def default() -> ml_collections.ConfigDict:

@@ -57,8 +57,9 @@ def check_batch(mesh: Mesh, field: str, rows: int) -> None:
   ways = mesh.shape['data'] * mesh.shape['fsdp']
   if rows % ways:
     below = rows // ways * ways
-    raise UserError(f'{field}={rows}: rows are split over data×fsdp={ways} devices, so it must be a '
-                    f'multiple of {ways}; the nearest are {below or ways} and {below + ways}')
+    nearest = f'{below} and {below + ways}' if below else ways
+    raise UserError(f'{field}={rows}: rows are split over data×fsdp={ways} devices, so it must be '
+                    f'a multiple of {ways}; the nearest: {nearest}')
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -30,8 +30,8 @@ class SamplingRule(NamedTuple):
 def nucleus_mask(probs: jax.Array, top_p: float) -> jax.Array:
   """Marks the tokens of the nucleus, as the reference does.
 
-  Tokens are sorted by descending probability (ties by id); those whose cumulative probability, their
-  own included, exceeds top_p are dropped, except the most probable one.
+  Tokens are sorted by descending probability (ties by id); those whose cumulative probability,
+  their own included, exceeds top_p are dropped, except the most probable one.
 
   Args:
     probs: (..., V) float32.

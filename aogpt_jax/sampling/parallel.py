@@ -28,6 +28,8 @@ from aogpt_jax.model.decoder import NONE_POSITION, Unstacked
 from aogpt_jax.sampling.logits import SamplingRule, draw, transform
 from aogpt_jax.sampling.schedules import reveal_counts
 
+DEFAULT_RULE = SamplingRule()
+
 
 class Cache(NamedTuple):
   """Keys and values of the items 0 .. length-1: per layer (B, n + G, H, K) each.
@@ -163,7 +165,7 @@ def _in_generation_order(tokens: jax.Array, orders: jax.Array, group: int) -> ja
 
 
 def generate(model: AOGPT, key: jax.Array, orders: jax.Array, *, steps: int = 0,
-             schedule: str = 'linear', rule: SamplingRule = SamplingRule(),
+             schedule: str = 'linear', rule: SamplingRule = DEFAULT_RULE,
              tokens: jax.Array | None = None, prompt_length: int = 0) -> jax.Array:
   """Generates tokens in the given orders, several a step, in one jitted loop.
 

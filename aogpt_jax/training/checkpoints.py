@@ -9,6 +9,7 @@ step replaces it. Orbax itself does not notice flipped bytes.
 
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -16,11 +17,12 @@ import threading
 from typing import Any
 
 import jax
-from absl import logging
 from orbax.checkpoint import v1 as ocp
 
 from aogpt_jax.errors import UserError
 from aogpt_jax.training.step import TrainState
+
+log = logging.getLogger(__name__)
 
 MANIFEST = 'manifest.json'
 
@@ -75,25 +77,27 @@ def read_manifest(directory: pathlib.Path, step: int) -> dict[str, Any]:
 class CheckpointWriter:
   """Saves in the background, one save at a time, and keeps the last `keep` finished ones."""
 
-  def __init__(self, directory: pathlib.Path, keep: int):
-    self._directory = directory.resolve()  # Orbax wants absolute paths
+  def __init__(self, directory: pathlib.Path, keep: int, data_state: dict[str, str]):
+    self.directory = directory.resolve()  # Orbax wants absolute paths
+    self._data_state = data_state
     self._keep = keep
     self._thread: threading.Thread | None = None
     self._error: Exception | None = None
 
-  def save(self, state: TrainState, extra: dict[str, Any]) -> None:
+  def save(self, state: TrainState) -> None:
     """Starts saving `state`; returns once its arrays were copied off the devices.
+
+    The manifest holds what continues the data: its fingerprints, and how many batches were read.
 
     Args:
       state: the training state; its buffers may be donated right after.
-      extra: JSON values that describe the data state, kept in the manifest.
 
     Raises:
       UserError: if the previous save failed.
     """
     self.wait()
     step = int(state.step)
-    path = step_directory(self._directory, step)
+    path = step_directory(self.directory, step)
     if path.exists():
       shutil.rmtree(path)
     try:
@@ -103,19 +107,20 @@ class CheckpointWriter:
     except OSError as error:
       self._error = error
       return self.wait()
-    self._thread = threading.Thread(target=self._finish, args=(response, path, step, extra))
+    self._thread = threading.Thread(target=self._finish, args=(response, path, step))
     self._thread.start()
 
-  def _finish(self, response, path, step, extra):
+  def _finish(self, response, path, step):
     try:
       response.result()
       if jax.process_index() == 0:
-        manifest = {'step': step, **extra, 'sha256': _checksums(path)}
+        manifest = {'step': step, 'batches_consumed': step, **self._data_state,
+                    'sha256': _checksums(path)}
         temporary = path / (MANIFEST + '.tmp')
         temporary.write_text(json.dumps(manifest, indent=1))
         os.replace(temporary, path / MANIFEST)
-        for old in finished_steps(self._directory)[:-self._keep]:
-          shutil.rmtree(step_directory(self._directory, old))
+        for old in finished_steps(self.directory)[:-self._keep]:
+          shutil.rmtree(step_directory(self.directory, old))
     except Exception as error:  # handed to the main thread by wait()
       self._error = error
 
@@ -130,15 +135,15 @@ class CheckpointWriter:
       self._thread = None
     if self._error is not None:
       error, self._error = self._error, None
-      raise UserError(f'{self._directory}: saving a checkpoint failed: {error}; finished '
-                      f'checkpoints: {finished_steps(self._directory) or "none"}') from error
+      raise UserError(f'{self.directory}: saving a checkpoint failed: {error}; finished '
+                      f'checkpoints: {finished_steps(self.directory) or "none"}') from error
 
 
 def remove_unfinished(directory: pathlib.Path) -> None:
   """Deletes what killed saves left behind."""
   for path in directory.glob('*'):
     if path.is_dir() and not (path / MANIFEST).exists():
-      logging.info('removing unfinished checkpoint %s', path)
+      log.info('removing unfinished checkpoint %s', path)
       shutil.rmtree(path)
 
 

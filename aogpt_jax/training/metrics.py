@@ -1,14 +1,16 @@
 """What a run reports: progress, log lines, metrics.jsonl, TensorBoard, optionally W&B."""
 
 import json
+import logging
 import pathlib
 import sys
 from typing import Any
 
 import jax
-from absl import logging
 
 from aogpt_jax.config import Config, ModelConfig, flatten
+
+log = logging.getLogger(__name__)
 
 # Peak dense bf16 FLOP/s of one chip, by the start of jax's device_kind. Sources: the vendors' data
 # sheets (cloud.google.com/tpu/docs/system-architecture; NVIDIA A100, H100 SXM, H200, B200 sheets).
@@ -119,14 +121,14 @@ class Progress:
     if self._on_terminal:
       self._bar.set_postfix_str(text, refresh=False)
     elif jax.process_index() == 0:
-      logging.info('step %d/%d  %s', step, total, text)
+      log.info('step %d/%d  %s', step, total, text)
 
   def say(self, text: str) -> None:
     """Prints a line without breaking the bar."""
     if self._on_terminal:
       self._bar.write(text, file=sys.stderr)
     elif jax.process_index() == 0:
-      logging.info('%s', text)
+      log.info('%s', text)
 
   def close(self) -> None:
     self._bar.close()

@@ -1,4 +1,4 @@
-"""AdamW with the reference's schedule, decay mask, clipping and weight average (paper section 3)."""
+"""AdamW with the reference's schedule, decay mask, clipping and weight average (section 3)."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def decay_mask(params: Any) -> Any:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-  """Scales gradients by min(1, max_norm / (norm + 1e-6)), as the reference; optax has no epsilon."""
+  """Scales gradients by min(1, max_norm / (norm + 1e-6)), as torch; optax has no epsilon."""
   def update(updates, state, params=None):
     del params
     factor = jnp.minimum(1.0, max_norm / (optax.tree.norm(updates) + 1e-6))

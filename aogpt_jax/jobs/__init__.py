@@ -1,0 +1,1 @@
+"""One file a job; nothing imports jobs but main."""

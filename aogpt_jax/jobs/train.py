@@ -1,0 +1,193 @@
+"""--mode=train: from a config and an empty (or interrupted) directory to a trained model."""
+
+import json
+import logging
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+
+from aogpt_jax import (
+  config as config_lib,
+  data,
+  evaluation,
+  lm as lm_lib,
+  orders,
+  sharding as sharding_lib,
+)
+from aogpt_jax.config import Config
+from aogpt_jax.data import corpora, tokenizers
+from aogpt_jax.errors import UserError
+from aogpt_jax.jobs import sample
+from aogpt_jax.training import checkpoints, loop, metrics, step as step_lib
+
+log = logging.getLogger(__name__)
+
+# What a run writes into its directory; --overwrite deletes these and nothing else.
+RUN_FILES = ('config.json', 'tokenizer.model', 'metrics.jsonl', 'tensorboard', 'checkpoints',
+             'data', 'evaluation.json', 'evaluation.md')
+
+
+def _open_workdir(config: Config, workdir: pathlib.Path, overwrite: bool) -> None:
+  """Makes the directory, or checks that it holds a run of the same config."""
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    probe = workdir / '.writable'
+    probe.touch()
+    probe.unlink()
+  except OSError as error:
+    raise UserError(f'--workdir={workdir}: cannot be written: {error.strerror}') from None
+  if overwrite:
+    for name in RUN_FILES:
+      path = workdir / name
+      shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+  if (workdir / 'config.json').exists():
+    different = config_lib.differing_fields(lm_lib.read_config(workdir), config)
+    if different:
+      raise UserError(f'--workdir={workdir}: holds a run with another config: '
+                      f'{"; ".join(different)}. Choose another directory, or --overwrite to '
+                      'delete that run')
+
+
+def _check_before_work(config: Config) -> jax.sharding.Mesh:
+  """Everything that can be known to be wrong before reading data or compiling."""
+  for spec in (config.data.train, config.data.validation):
+    corpora.check_corpus(spec)
+  mesh = sharding_lib.make_mesh(config.mesh)
+  micro_batch = config.train.batch_size // config.train.accumulation
+  name = 'train.batch_size' + ('/accumulation' if config.train.accumulation > 1 else '')
+  sharding_lib.check_batch(mesh, name, micro_batch)
+  sharding_lib.check_batch(mesh, 'eval.batch_size', config.eval.batch_size)
+  return mesh
+
+
+def _tokenizer(config: Config, workdir: pathlib.Path) -> tokenizers.SentencePieceTokenizer:
+  """The run's tokenizer: from its directory, from the file the config names, or trained."""
+  path = workdir / 'tokenizer.model'
+  if config.data.tokenizer != 'sentencepiece':
+    tokenizer = tokenizers.load_tokenizer(config.data.tokenizer)
+    if path.exists() and tokenizers.load_tokenizer(path).fingerprint != tokenizer.fingerprint:
+      raise UserError(f'data.tokenizer={config.data.tokenizer!r}: differs from {path}, with which '
+                      'this run was started')
+  elif path.exists():
+    tokenizer = tokenizers.load_tokenizer(path)
+  else:
+    log.info('training a tokenizer of %d ids on %s', config.data.vocab_size, config.data.train)
+    tokenizer = tokenizers.train_sentencepiece(
+        corpora.read_documents(config.data.train), config.data.vocab_size)
+  config_lib.check(
+      tokenizer.vocab_size <= config.model.vocab_size, 'model.vocab_size', config.model.vocab_size,
+      f'must be at least the {tokenizer.vocab_size} ids of the tokenizer')
+  if not path.exists():
+    tokenizer.save(path)
+  return tokenizer
+
+
+def _start_state(recipe: step_lib.Recipe, mesh: jax.sharding.Mesh, directory: pathlib.Path,
+                 data_state: dict[str, str]) -> tuple[step_lib.TrainState, Any]:
+  """The newest checkpoint of the run, or a fresh state; born sharded either way."""
+  abstract = jax.eval_shape(lambda: step_lib.init_state(recipe))
+  shardings = sharding_lib.state_shardings(mesh, abstract)
+  steps = checkpoints.finished_steps(directory)
+  checkpoints.remove_unfinished(directory)
+  if not steps:
+    return jax.jit(lambda: step_lib.init_state(recipe), out_shardings=shardings)(), shardings
+  manifest = checkpoints.read_manifest(directory, steps[-1])
+  for name, value in data_state.items():
+    if manifest.get(name) != value:
+      raise UserError(f'{directory}: the run was trained on {name}={manifest.get(name)}, but '
+                      f'the data here has {value}; restore the corpus, or --overwrite the run')
+  wanted = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+                        abstract, shardings)
+  log.info('continuing at step %d', steps[-1])
+  return checkpoints.restore(directory, steps[-1], wanted), shardings
+
+
+def _evaluators(config: Config, recipe: step_lib.Recipe, mesh: jax.sharding.Mesh,
+                param_shardings: Any, blocks: Any):
+  """Returns params -> [Estimate left to right, Estimate any order]."""
+  block_nll = evaluation.make_block_nll(recipe.graphdef, param_shardings, mesh)
+
+  def estimate(params):
+    return [evaluation.evaluate(block_nll, params, blocks, mesh, orders.make(name), draws,
+                                config.eval.batch_size)
+            for name, draws in (('left_to_right', 1), ('uniform', config.eval.num_orders))]
+  return estimate
+
+
+def _scalars(estimates: list[evaluation.Estimate]) -> dict[str, float]:
+  scalars = {}
+  for e in estimates:
+    scalars[f'validation/{e.order}/nats_per_token'] = e.nats_per_token
+    scalars[f'validation/{e.order}/perplexity'] = e.perplexity
+  return scalars
+
+
+def run(config: Config, workdir: pathlib.Path, overwrite: bool = False) -> None:
+  """Trains, or continues, the run of `config` in `workdir`; then evaluates and samples.
+
+  Raises:
+    UserError: for a bad config, corpus or directory, a damaged checkpoint, or a loss that is not
+      finite. Nothing of an earlier run is lost, unless `overwrite` is set.
+  """
+  stop = loop.StopRequest()
+  mesh = _check_before_work(config)
+  _open_workdir(config, workdir, overwrite)
+  tokenizer = _tokenizer(config, workdir)
+  data_directory = config.data.directory or workdir / 'data'
+  length = config.model.context_length
+  train = data.prepare(data_directory, config.data.train, tokenizer, length)
+  validation = data.prepare(data_directory, config.data.validation, tokenizer, length)
+  (workdir / 'config.json').write_text(config_lib.to_json(config))
+
+  recipe = step_lib.make_recipe(config)
+  directory = workdir / 'checkpoints'
+  data_state = {'corpus_fingerprint': train.corpus_fingerprint,
+                'tokenizer_fingerprint': train.tokenizer_fingerprint}
+  state, shardings = _start_state(recipe, mesh, directory, data_state)
+  start = int(state.step)
+  num_params = sum(p.size for p in jax.tree.leaves(state.params))
+  log.info('%s parameters; %s training blocks of %d tokens; mesh %s', f'{num_params:,}',
+               f'{train.num_blocks:,}', length, dict(mesh.shape))
+  validation_blocks = data.open_blocks(validation)
+  estimate = _evaluators(config, recipe, mesh, shardings.params, validation_blocks)
+  batches = data.train_batches(
+      data.open_blocks(train), config.train.batch_size, config.seed, start=start,
+      process_index=jax.process_index(), process_count=jax.process_count())
+  writer = metrics.MetricWriter(config, workdir, start)
+  try:
+    batch_sharding = sharding_lib.batch_sharding(mesh)
+    saver = checkpoints.CheckpointWriter(directory, config.train.keep_checkpoints, data_state)
+    state = loop.fit(
+        config, state, step_lib.jit_step(recipe, shardings, batch_sharding), batches,
+        batch_sharding, writer, saver, lambda ema: _scalars(estimate(ema)), stop)
+    if int(state.step) >= config.train.num_steps:
+      _finish(config, workdir, state, estimate, writer, train, validation_blocks, start)
+  finally:
+    batches.close()
+    writer.close()
+    stop.restore()
+
+
+def _finish(config: Config, workdir: pathlib.Path, state: step_lib.TrainState, estimate: Any,
+            writer: metrics.MetricWriter, train: Any, validation_blocks: Any, start: int) -> None:
+  """Final validation, samples, and where everything lies; prints to stdout."""
+  if start >= config.train.num_steps:
+    print(f'This run is done: step {start} of {config.train.num_steps}.')
+  estimates = estimate(state.ema)
+  if start < config.train.num_steps:
+    writer.write(int(state.step), _scalars(estimates))
+  unigram = evaluation.unigram_nats(train.token_counts, validation_blocks)
+  table = evaluation.markdown_table(estimates, unigram)
+  if jax.process_index() != 0:
+    return
+  (workdir / 'evaluation.md').write_text(table + '\n')
+  (workdir / 'evaluation.json').write_text(json.dumps(
+      {'step': int(state.step), 'unigram_nats_per_token': unigram,
+       'estimates': [vars(e) for e in estimates]}, indent=2) + '\n')
+  print(f'\nValidation ({config.data.validation}, EMA weights, step {int(state.step)})\n')
+  print(table + '\n')
+  sample.show(lm_lib.load(workdir), config.sample)
+  print(f'Everything lies in {workdir}/: checkpoints/, config.json, tokenizer.model,\n'
+        'evaluation.md, metrics.jsonl, tensorboard/')

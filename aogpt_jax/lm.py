@@ -1,0 +1,195 @@
+"""A trained model with its tokenizer, in text: sample, infill, score."""
+
+import dataclasses
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from aogpt_jax import config as config_lib, keys, objective, orders as orders_lib, sampling
+from aogpt_jax.config import Config, check
+from aogpt_jax.data import tokenizers
+from aogpt_jax.errors import UserError
+from aogpt_jax.model import AOGPT
+from aogpt_jax.training import checkpoints
+
+_HOLE = re.compile(r'<mask(?::(\d+))?>')
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+  """Log-likelihood of a text: total nats of its tokens (negative log), and how many tokens."""
+
+  nats: float
+  num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+  """What `aogpt_jax.load` returns; the model runs on one device."""
+
+  model: AOGPT
+  tokenizer: tokenizers.SentencePieceTokenizer
+  config: Config
+  step: int
+
+  def _rule(self, temperature: float, top_p: float) -> sampling.SamplingRule:
+    return sampling.SamplingRule(temperature, top_p, self.tokenizer.vocab_size)
+
+  def sample(self, num_samples: int = 1, steps: int = 0, temperature: float = 1.0,
+             top_p: float = 1.0, seed: int = 0) -> list[str]:
+    """Draws texts of the full context length, each in its own uniformly random order.
+
+    Args:
+      num_samples: texts.
+      steps: forward passes a text; fewer than the context length reveal several tokens in one pass,
+        independently of each other. 0: one a token.
+      temperature: of every draw; 0 is greedy.
+      top_p: nucleus of every draw; 1 keeps all tokens.
+      seed: text i depends on (seed, i) alone.
+
+    Raises:
+      UserError: for an impossible option.
+    """
+    check(num_samples >= 1, 'num_samples', num_samples, 'must be at least 1')
+    length = self.model.config.context_length
+    order = orders_lib.make('uniform').sample(
+        keys.stream_key(seed, 'order'), num_samples, length)
+    tokens = sampling.generate(self.model, keys.stream_key(seed, 'sample'), order, steps=steps,
+                               rule=self._rule(temperature, top_p))
+    return [self.tokenizer.decode(row) for row in np.asarray(tokens)]
+
+  def infill(self, template: str, num_samples: int = 1, steps: int = 0, temperature: float = 1.0,
+             top_p: float = 1.0, seed: int = 0) -> list[str]:
+    """Fills the holes of a text given everything around them, in uniformly random order.
+
+    Args:
+      template: text with holes `<mask:k>` of k tokens (`<mask>`: 1). Text between holes is
+        tokenized by itself and comes back unchanged.
+      num_samples, steps, temperature, top_p, seed: as in `sample`; 0 steps: one a hole token.
+
+    Returns:
+      num_samples texts.
+
+    Raises:
+      UserError: for a template without a hole, one longer than the context, or a bad option.
+    """
+    check(num_samples >= 1, 'num_samples', num_samples, 'must be at least 1')
+    tokens, known = self._parse(template)
+    length, num_known = len(tokens), int(known.sum())
+    positions = np.arange(length)
+    shuffled = orders_lib.make('uniform').sample(
+        keys.stream_key(seed, 'order'), num_samples, length - num_known)
+    order = jnp.concatenate([
+        jnp.broadcast_to(positions[known], (num_samples, num_known)),
+        jnp.asarray(positions[~known])[shuffled]], axis=1)
+    filled = sampling.generate(
+        self.model, keys.stream_key(seed, 'sample'), order, steps=steps,
+        rule=self._rule(temperature, top_p), tokens=np.tile(tokens, (num_samples, 1)),
+        prompt_length=num_known)
+    return [self._decode_around(template, row) for row in np.asarray(filled)]
+
+  def _parse(self, template: str) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids (n,) int32 with zeros in the holes, and which are known (n,) bool."""
+    pieces, known, end = [], [], 0
+    for hole in [*_HOLE.finditer(template), None]:
+      ids = self.tokenizer.encode(template[end:hole.start() if hole else len(template)])
+      pieces.append(ids)
+      known.append(np.ones(len(ids), bool))
+      if hole:
+        width = int(hole.group(1) or 1)
+        check(width >= 1, 'template', hole.group(), 'a hole must have at least 1 token')
+        pieces.append(np.zeros(width, np.int32))
+        known.append(np.zeros(width, bool))
+        end = hole.end()
+    tokens, known = np.concatenate(pieces).astype(np.int32), np.concatenate(known)
+    if known.all():
+      raise UserError(f'template={template!r}: has no hole; write <mask:k> for k tokens')
+    check(len(tokens) <= self.model.config.context_length, 'template', template,
+          f'has {len(tokens)} tokens, more than the context_length '
+          f'{self.model.config.context_length} of this model')
+    return tokens, known
+
+  def _decode_around(self, template: str, row: np.ndarray) -> str:
+    """Decodes hole by hole, so that the known text is the template's own bytes."""
+    text, at, end = [], 0, 0
+    for hole in _HOLE.finditer(template):
+      before = template[end:hole.start()]
+      at += len(self.tokenizer.encode(before))
+      width = int(hole.group(1) or 1)
+      text += [before, self.tokenizer.decode(row[at:at + width])]
+      at, end = at + width, hole.end()
+    return ''.join(text) + template[end:]
+
+  def score(self, texts: list[str], order: str = 'left_to_right', seed: int = 0) -> list[Score]:
+    """Log-likelihood of texts along an order, without an end-of-text token.
+
+    Args:
+      texts: each 1 to context_length tokens.
+      order: a name that `orders.make` knows.
+      seed: of a random order; text i depends on (seed, i).
+
+    Raises:
+      UserError: for an empty or too long text or an unknown order.
+    """
+    distribution = orders_lib.make(order)
+    key, length = keys.stream_key(seed, 'eval'), self.model.config.context_length
+    rows = []
+    for i, text in enumerate(texts):
+      ids = self.tokenizer.encode(text)
+      check(1 <= len(ids) <= length, f'texts[{i}]', text[:40],
+            f'has {len(ids)} tokens, must have 1..{length} (the context_length)')
+      row = distribution.sample(key, 1, len(ids), first_row=i)[0]
+      # The rest comes after the text in generation order, so the text's own terms do not see it.
+      rest = np.arange(len(ids), length)
+      rows.append((np.pad(ids, (0, len(rest))), np.concatenate([row, rest]), len(ids)))
+    score = jax.jit(lambda params, *batch: objective.token_nll(
+        nnx.merge(graphdef, params), *batch))
+    graphdef, params = nnx.split(self.model)
+    nll = [np.asarray(score(params, tokens[None], row[None].astype(np.int32)), np.float64)[0]
+           for tokens, row, _ in rows]
+    return [Score(float(x[:count].sum()), count) for x, (_, _, count) in zip(nll, rows)]
+
+
+def load(path: str | pathlib.Path, ema: bool = True) -> LanguageModel:
+  """Loads a run for use in a notebook or a job.
+
+  Args:
+    path: a run directory (its newest checkpoint), or one step of it: RUN/checkpoints/00001000.
+    ema: the averaged weights, which the paper evaluates, or the raw ones.
+
+  Raises:
+    UserError: if there is no finished checkpoint there, or a file is damaged.
+  """
+  path = pathlib.Path(path)
+  run, step = path, None
+  if path.parent.name == 'checkpoints' and path.name.isdigit():
+    run, step = path.parent.parent, int(path.name)
+  if not (run / 'config.json').is_file():
+    raise UserError(f'{path}: not a run directory: {run / "config.json"} does not exist')
+  config = read_config(run)
+  directory = run / 'checkpoints'
+  steps = checkpoints.finished_steps(directory)
+  if not steps:
+    raise UserError(f'{directory}: no finished checkpoint yet')
+  step = steps[-1] if step is None else step
+  checkpoints.read_manifest(directory, step)
+  graphdef, abstract = nnx.split(nnx.eval_shape(lambda: AOGPT(config.model, rngs=nnx.Rngs(0))))
+  device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device),
+                          nnx.to_pure_dict(abstract))
+  params = checkpoints.restore_params(directory, step, abstract, ema)
+  tokenizer = tokenizers.load_tokenizer(run / 'tokenizer.model')
+  return LanguageModel(nnx.merge(graphdef, params), tokenizer, config, step)
+
+
+def read_config(run: pathlib.Path) -> Config:
+  """Reads the resolved config of a run directory; UserError if it is damaged."""
+  path = run / 'config.json'
+  try:
+    return config_lib.from_json(path.read_text())
+  except (OSError, ValueError) as error:
+    raise UserError(f'{path}: cannot be read as the config of a run: {error}') from None

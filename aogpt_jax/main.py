@@ -1,0 +1,80 @@
+"""The command line: python -m aogpt_jax.main --config=FILE --workdir=DIR [--mode=…].
+
+--config names a Python file whose get_config() returns an ml_collections ConfigDict, such as
+configs/quickstart.py; single fields are overridden by --config.model.num_layers=6 after it.
+"""
+
+import importlib
+import logging
+import os
+import pathlib
+import sys
+
+from absl import app, flags, logging as absl_logging
+from ml_collections import config_flags
+
+from aogpt_jax import config as config_lib
+from aogpt_jax.errors import UserError, nearest
+
+MODES = ('train', 'sample')
+
+_CONFIG = config_flags.DEFINE_config_file(
+    'config', None, 'Config file; override fields with --config.section.field=value after it.')
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run: written by train, read by '
+                               'the other modes.')
+_MODE = flags.DEFINE_enum('mode', 'train', MODES, 'What to do.')
+_OVERWRITE = flags.DEFINE_bool('overwrite', False, 'train: delete the run in --workdir first.')
+
+
+def _fail(message: object) -> None:
+  print('error: ' + ' '.join(str(message).split()), file=sys.stderr)
+  sys.exit(2)
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+  """absl's parser, with a config file's or an override's mistakes as one line each."""
+  try:
+    return app.parse_flags_with_usage(argv)
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    return _fail(_explain(str(error.args[0] if error.args else error)))
+
+
+def _explain(message: str) -> str:
+  """Names the nearest valid field where ml_collections complains of an unknown one."""
+  fields = config_lib.flatten(config_lib.Config())
+  for word in message.replace("'", '"').split('"')[1::2]:
+    leaf = word.split('.')[-1]
+    close = nearest(leaf, [name.split('.')[-1] for name in fields])
+    if 'did you mean' in close and 'did you mean' not in message.lower():
+      return f'{message}{close}'
+  return message
+
+
+def main(argv: list[str]) -> None:
+  """Validates the config, then runs one job; a user's mistake ends in one line and exit code 2."""
+  if len(argv) > 1:
+    raise app.UsageError(f'unexpected arguments: {argv[1:]}')
+  # Orbax and TFDS report every file through absl; ours are the lines a person wants.
+  absl_logging.set_verbosity(absl_logging.WARNING)
+  logging.getLogger('aogpt_jax').setLevel(logging.INFO)
+  try:
+    config = config_lib.from_dict(_CONFIG.value)
+    if _MODE.value == 'train':
+      print(f'Config:\n{config_lib.to_json(config)}')
+    workdir = pathlib.Path(os.path.expanduser(_WORKDIR.value)).absolute()
+    job = importlib.import_module(f'aogpt_jax.jobs.{_MODE.value}')
+    if _MODE.value == 'train':
+      job.run(config, workdir, overwrite=_OVERWRITE.value)
+    else:
+      job.run(config, workdir)
+  except UserError as error:
+    _fail(error)
+
+
+def cli() -> None:
+  flags.mark_flags_as_required(['config', 'workdir'])
+  app.run(main, flags_parser=_parse_flags)
+
+
+if __name__ == '__main__':
+  cli()

@@ -1,0 +1,149 @@
+"""The training loop: batches in, state out, with reports, validation and checkpoints on the way."""
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from aogpt_jax import sharding as sharding_lib
+from aogpt_jax.config import Config
+from aogpt_jax.errors import UserError
+from aogpt_jax.training import checkpoints, metrics
+from aogpt_jax.training.step import TrainState
+
+log = logging.getLogger(__name__)
+
+
+class StopRequest:
+  """Turns SIGTERM into a flag, so that a run that is told to stop saves first."""
+
+  def __init__(self):
+    self.requested = False
+    self._previous = signal.signal(signal.SIGTERM, self._set)
+
+  def _set(self, signum, frame):
+    del signum, frame
+    self.requested = True
+
+  def restore(self) -> None:
+    signal.signal(signal.SIGTERM, self._previous)
+
+
+class _Meter:
+  """Turns device metrics into host scalars, one step late so that the device never waits.
+
+  Every step's loss is looked at: a checkpoint is only written after the losses up to it were.
+  """
+
+  def __init__(self, config: Config, checkpoint_directory: Any):
+    self._config = config
+    self._directory = checkpoint_directory
+    self._pending: tuple[int, dict[str, jax.Array]] | None = None
+    self._since: tuple[int, float] | None = None
+    self.scalars: dict[str, float] = {}
+
+  def push(self, step: int, device_metrics: dict[str, jax.Array]) -> None:
+    self.settle()
+    self._pending = step, device_metrics
+
+  def settle(self) -> None:
+    """Waits for the metrics of the newest step; raises UserError if its loss is not finite."""
+    if self._pending is None:
+      return
+    step, device_metrics = self._pending
+    self._pending = None
+    values = {name: float(value) for name, value in device_metrics.items()}
+    if not all(np.isfinite(value) for value in values.values()):
+      steps = checkpoints.finished_steps(self._directory)
+      where = f'step {steps[-1]} in {self._directory}' if steps else 'none yet'
+      raise UserError(
+          f'step {step}: nats_per_token={values["nats_per_token"]}, '
+          f'grad_norm={values["grad_norm"]}: the run stopped because they must be finite; the last '
+          f'good checkpoint is kept ({where}); a lower optimizer.learning_rate or a longer '
+          'optimizer.warmup_steps is the usual cure')
+    self.scalars = {f'train/{name}': value for name, value in values.items()}
+    self.scalars['train/perplexity'] = float(np.exp(values['nats_per_token']))
+
+  def with_rates(self, step: int) -> dict[str, float]:
+    """The newest scalars, with tokens/s and MFU since the last call."""
+    now, c = time.perf_counter(), self._config
+    scalars = dict(self.scalars)
+    if self._since is not None and step > self._since[0]:
+      tokens = (step - self._since[0]) * c.train.batch_size * c.model.context_length
+      rate = tokens / (now - self._since[1])
+      scalars['train/tokens_per_second'] = rate
+      if peak := metrics.peak_flops():
+        scalars['train/mfu'] = rate * metrics.flops_per_token(c.model) / peak
+    self._since = step, now
+    return scalars
+
+  def pause(self) -> None:
+    """Leaves the time until the next report out of the rates (validation, a checkpoint)."""
+    self._since = None
+
+
+def fit(config: Config, state: TrainState, step_fn: Callable[..., Any], batches: Iterator,
+        batch_sharding: jax.sharding.Sharding, writer: metrics.MetricWriter,
+        saver: checkpoints.CheckpointWriter,
+        validate: Callable[[Any], dict[str, float]], stop: StopRequest) -> TrainState:
+  """Trains from `state.step` to config.train.num_steps, or until `stop` is requested.
+
+  Args:
+    config: of the run.
+    state: where to start; its buffers are donated.
+    step_fn: from `step.jit_step`.
+    batches: yields this process's rows of each global batch, continuing at state.step.
+    batch_sharding: of the global batch.
+    writer, saver: where metrics and checkpoints go.
+    validate: EMA params -> scalars by name; called every config.train.eval_every steps.
+    stop: asked after every step.
+
+  Returns:
+    The last state. It has been saved.
+
+  Raises:
+    UserError: if a loss or gradient is not finite (nothing is saved then), or a save failed.
+  """
+  train, start = config.train, int(state.step)
+  progress = metrics.Progress(train.num_steps, start)
+  meter = _Meter(config, saver.directory)
+  saved = start if start in checkpoints.finished_steps(saver.directory) else None
+  due = lambda step, every: every and step % every == 0
+  step = start
+  try:
+    while step < train.num_steps and not stop.requested:
+      tokens = sharding_lib.global_array(next(batches), batch_sharding)
+      state, device_metrics = step_fn(state, tokens)
+      step += 1
+      meter.push(step, device_metrics)
+      progress.advance()
+      if step % train.log_every == 0 or step == train.num_steps:
+        meter.settle()
+        scalars = meter.with_rates(step)
+        writer.write(step, scalars)
+        progress.report(step, train.num_steps, scalars)
+      if due(step, train.checkpoint_every) and step < train.num_steps:
+        meter.settle()
+        saver.save(state)
+        saved = step
+        meter.pause()
+      if due(step, train.eval_every) and step < train.num_steps:
+        meter.settle()
+        scalars = validate(state.ema)
+        writer.write(step, scalars)
+        progress.say(f'step {step}  ' + '  '.join(
+            f'{name} {value:.2f}' for name, value in scalars.items() if 'perplexity' in name))
+        meter.pause()
+    meter.settle()
+    if saved != step:
+      saver.save(state)
+    saver.wait()
+  finally:
+    progress.close()
+  if stop.requested and step < train.num_steps:
+    log.info('asked to stop: step %d is saved in %s', step, saver.directory)
+  return state

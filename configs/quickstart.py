@@ -1,0 +1,32 @@
+"""A small any-order model of Shakespeare, on two CPU cores in minutes.
+
+    python -m aogpt_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
+"""
+
+from aogpt_jax import config as config_lib
+
+
+def get_config():
+  config = config_lib.default()
+  config.model.vocab_size = 512
+  config.model.context_length = 64
+  config.model.num_layers = 3
+  config.model.num_heads = 4
+  config.model.embed_dim = 128
+  config.model.position_encoding = 'target_rotary'
+  config.model.rotary_base = 100.0
+  config.model.init_std = 0.05
+  config.optimizer.learning_rate = 4e-3
+  config.optimizer.min_learning_rate = 4e-5
+  config.optimizer.warmup_steps = 50
+  config.optimizer.ema_decay = 0.99
+  config.train.num_steps = 1200
+  config.train.batch_size = 32
+  config.train.log_every = 20
+  config.train.eval_every = 400
+  config.train.checkpoint_every = 200
+  config.eval.num_orders = 4
+  config.sample.temperature = 0.8
+  config.sample.top_p = 0.95
+  config.sample.infill = 'To be, or <mask:3> to be, that is the question:'
+  return config
