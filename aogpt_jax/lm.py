@@ -19,6 +19,34 @@ from aogpt_jax.training import checkpoints
 _HOLE = re.compile(r'<mask(?::(\d+))?>')
 
 
+def parse_template(template: str, tokenizer: tokenizers.SentencePieceTokenizer,
+                   context_length: int) -> tuple[np.ndarray, np.ndarray]:
+  """Tokenizes a text with holes `<mask:k>`; what stands between two holes, by itself.
+
+  Returns:
+    Token ids (n,) int32 with zeros in the holes, and which are known (n,) bool.
+
+  Raises:
+    UserError: for a template without a hole, with a hole of 0 tokens, or longer than the context.
+  """
+  pieces, known, end = [], [], 0
+  for hole in [*_HOLE.finditer(template), None]:
+    ids = tokenizer.encode(template[end:hole.start() if hole else len(template)])
+    pieces.append(ids)
+    known.append(np.ones(len(ids), bool))
+    if hole:
+      width = int(hole[1] or 1)
+      check(width >= 1, 'template', hole[0], 'a hole must have at least 1 token')
+      pieces.append(np.zeros(width, np.int32))
+      known.append(np.zeros(width, bool))
+      end = hole.end()
+  tokens, known = np.concatenate(pieces).astype(np.int32), np.concatenate(known)
+  check(not known.all(), 'template', template, 'has no hole; write <mask:k> for k tokens')
+  check(len(tokens) <= context_length, 'template', template,
+        f'has {len(tokens)} tokens, more than the context_length={context_length} of this model')
+  return tokens, known
+
+
 @dataclasses.dataclass(frozen=True)
 class Score:
   """Log-likelihood of a text: total nats of its tokens (negative log), and how many tokens."""
@@ -78,7 +106,8 @@ class LanguageModel:
       UserError: for a template without a hole, one longer than the context, or a bad option.
     """
     check(num_samples >= 1, 'num_samples', num_samples, 'must be at least 1')
-    tokens, known = self._parse(template)
+    tokens, known = parse_template(template, self.tokenizer,
+                                   self.model.config.context_length)
     length, num_known = len(tokens), int(known.sum())
     positions = np.arange(length)
     shuffled = orders_lib.make('uniform').sample(
@@ -91,27 +120,6 @@ class LanguageModel:
         rule=self._rule(temperature, top_p), tokens=np.tile(tokens, (num_samples, 1)),
         prompt_length=num_known)
     return [self._decode_around(template, row) for row in np.asarray(filled)]
-
-  def _parse(self, template: str) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids (n,) int32 with zeros in the holes, and which are known (n,) bool."""
-    pieces, known, end = [], [], 0
-    for hole in [*_HOLE.finditer(template), None]:
-      ids = self.tokenizer.encode(template[end:hole.start() if hole else len(template)])
-      pieces.append(ids)
-      known.append(np.ones(len(ids), bool))
-      if hole:
-        width = int(hole.group(1) or 1)
-        check(width >= 1, 'template', hole.group(), 'a hole must have at least 1 token')
-        pieces.append(np.zeros(width, np.int32))
-        known.append(np.zeros(width, bool))
-        end = hole.end()
-    tokens, known = np.concatenate(pieces).astype(np.int32), np.concatenate(known)
-    if known.all():
-      raise UserError(f'template={template!r}: has no hole; write <mask:k> for k tokens')
-    check(len(tokens) <= self.model.config.context_length, 'template', template,
-          f'has {len(tokens)} tokens, more than the context_length '
-          f'{self.model.config.context_length} of this model')
-    return tokens, known
 
   def _decode_around(self, template: str, row: np.ndarray) -> str:
     """Decodes hole by hole, so that the known text is the template's own bytes."""

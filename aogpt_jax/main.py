@@ -8,7 +8,9 @@ import importlib
 import logging
 import os
 import pathlib
+import re
 import sys
+from typing import Any, NoReturn
 
 from absl import app, flags, logging as absl_logging
 from ml_collections import config_flags
@@ -26,28 +28,36 @@ _MODE = flags.DEFINE_enum('mode', 'train', MODES, 'What to do.')
 _OVERWRITE = flags.DEFINE_bool('overwrite', False, 'train: delete the run in --workdir first.')
 
 
-def _fail(message: object) -> None:
+def _fail(message: object) -> NoReturn:
   print('error: ' + ' '.join(str(message).split()), file=sys.stderr)
   sys.exit(2)
+
+
+def _unknown_field(error: Exception) -> str:
+  """One line for what ml_collections says, over several, of a key that is not in the config."""
+  message = str(error.args[0] if error.args else error)
+  quoted = re.search(r'(?:Key |instead of )"([^"]+)"', message) or re.search(r'(\w+)', message)
+  if not quoted:
+    return f'--config: {message}'
+  names = [*config_lib.flatten(config_lib.Config())]
+  names = {part for name in names for part in name.split('.')}
+  return f'--config: no field "{quoted[1]}"{nearest(quoted[1].split(".")[-1], sorted(names))}'
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
   """absl's parser, with a config file's or an override's mistakes as one line each."""
   try:
     return app.parse_flags_with_usage(argv)
-  except (AttributeError, KeyError, TypeError, ValueError) as error:
-    return _fail(_explain(str(error.args[0] if error.args else error)))
+  except (AttributeError, KeyError) as error:
+    _fail(_unknown_field(error))
 
 
-def _explain(message: str) -> str:
-  """Names the nearest valid field where ml_collections complains of an unknown one."""
-  fields = config_lib.flatten(config_lib.Config())
-  for word in message.replace("'", '"').split('"')[1::2]:
-    leaf = word.split('.')[-1]
-    close = nearest(leaf, [name.split('.')[-1] for name in fields])
-    if 'did you mean' in close and 'did you mean' not in message.lower():
-      return f'{message}{close}'
-  return message
+def _config_values() -> dict[str, Any]:
+  """The ConfigDict as a dict; a config file that cannot be read shows up here, not in parsing."""
+  try:
+    return dict(_CONFIG.value)
+  except OSError as error:  # several lines about the places that were tried
+    raise UserError(f'--config: {str(error).splitlines()[-1]}') from None
 
 
 def main(argv: list[str]) -> None:
@@ -58,9 +68,7 @@ def main(argv: list[str]) -> None:
   absl_logging.set_verbosity(absl_logging.WARNING)
   logging.getLogger('aogpt_jax').setLevel(logging.INFO)
   try:
-    config = config_lib.from_dict(_CONFIG.value)
-    if _MODE.value == 'train':
-      print(f'Config:\n{config_lib.to_json(config)}')
+    config = config_lib.from_dict(_config_values())
     workdir = pathlib.Path(os.path.expanduser(_WORKDIR.value)).absolute()
     job = importlib.import_module(f'aogpt_jax.jobs.{_MODE.value}')
     if _MODE.value == 'train':

@@ -79,6 +79,8 @@ def _tokenizer(config: Config, workdir: pathlib.Path) -> tokenizers.SentencePiec
   config_lib.check(
       tokenizer.vocab_size <= config.model.vocab_size, 'model.vocab_size', config.model.vocab_size,
       f'must be at least the {tokenizer.vocab_size} ids of the tokenizer')
+  if config.sample.infill:  # a template that does not fit must not fail after days of training
+    lm_lib.parse_template(config.sample.infill, tokenizer, config.model.context_length)
   if not path.exists():
     tokenizer.save(path)
   return tokenizer
@@ -134,6 +136,7 @@ def run(config: Config, workdir: pathlib.Path, overwrite: bool = False) -> None:
   stop = loop.StopRequest()
   mesh = _check_before_work(config)
   _open_workdir(config, workdir, overwrite)
+  print(f'Config:\n{config_lib.to_json(config)}', flush=True)
   tokenizer = _tokenizer(config, workdir)
   data_directory = config.data.directory or workdir / 'data'
   length = config.model.context_length

@@ -14,9 +14,13 @@ NOT_DECAYED = ('bias', 'scale')  # the one-dimensional tensors of the reference
 def learning_rate(config: Config) -> optax.Schedule:
   """Linear from 0 over the warm-up, cosine to min_learning_rate at decay_steps, then constant."""
   c = config.optimizer
-  cosine = optax.cosine_decay_schedule(
-      c.learning_rate, config.decay_steps - c.warmup_steps,
-      alpha=c.min_learning_rate / c.learning_rate if c.learning_rate else 0.0)
+  decay_length = config.decay_steps - c.warmup_steps
+  if decay_length > 0:
+    cosine = optax.cosine_decay_schedule(
+        c.learning_rate, decay_length,
+        alpha=c.min_learning_rate / c.learning_rate if c.learning_rate else 0.0)
+  else:  # a run that ends within its warm-up
+    cosine = optax.constant_schedule(c.min_learning_rate)
   if not c.warmup_steps:
     return cosine
   warmup = optax.linear_schedule(0.0, c.learning_rate, c.warmup_steps)

@@ -143,6 +143,13 @@ def test_schedule(warmup):
       rtol=1e-6)
 
 
+def test_schedule_of_a_run_that_ends_within_its_warmup():
+  config = Config(optimizer=OptimizerConfig(learning_rate=1.0, min_learning_rate=0.2,
+                                            warmup_steps=10), train=TrainConfig(num_steps=4))
+  rate = optimizer_lib.learning_rate(config)
+  np.testing.assert_allclose([rate(s) for s in (0, 3, 10)], [0.0, 0.3, 0.2], rtol=1e-6)
+
+
 def test_ema_ramp():
   """After three updates from 0 towards 1: 1 - (1 - 2/11)… in the reference's ramp; then capped."""
   ema = {'a': jnp.zeros(())}
