@@ -1,0 +1,108 @@
+"""The objective against brute force: every order, every sequence, every masked set."""
+
+import functools
+import itertools
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from aogpt_jax import objective
+from aogpt_jax.model import AOGPT, ModelConfig
+
+V, N = 3, 4
+SEQUENCES = np.array(list(itertools.product(range(V), repeat=N)), np.int32)  # (81, 4)
+ORDERS = np.array(list(itertools.permutations(range(N))), np.int32)  # (24, 4)
+ENCODINGS = ('learned', 'target_rotary')
+
+
+@functools.cache
+def _model(encoding, **changes):
+  """A tiny model whose weights are large enough that order and context matter a lot."""
+  return AOGPT(ModelConfig(**(dict(
+      vocab_size=V, context_length=N, num_layers=2, num_heads=2, embed_dim=16, condition_dim=8,
+      position_encoding=encoding, rotary_base=10.0, use_bias=True, init_std=0.5) | changes)),
+      rngs=nnx.Rngs(1))
+
+
+def _all_pairs(orders):
+  """Tokens and orders (len(orders) * 81, 4): every order with every sequence."""
+  return np.tile(SEQUENCES, (len(orders), 1)), np.repeat(orders, len(SEQUENCES), axis=0)
+
+
+@functools.cache
+def _order_nll(encoding):
+  """(24, 81, 4) float64: NLL in generation order."""
+  nll = jax.jit(functools.partial(objective.token_nll, _model(encoding)))(*_all_pairs(ORDERS))
+  return np.asarray(nll, np.float64).reshape(len(ORDERS), len(SEQUENCES), N)
+
+
+@pytest.mark.parametrize('encoding', ENCODINGS)
+def test_every_order_is_a_distribution_over_sequences(encoding):
+  """For each of 24 orders the probabilities of all 81 sequences sum to 1; a leak breaks this."""
+  joint = np.exp(-_order_nll(encoding).sum(axis=-1))
+  np.testing.assert_allclose(joint.sum(axis=1), 1, rtol=0, atol=1e-5)
+  assert joint.std(axis=0).max() > 0.01  # the orders disagree: one sum is not another's
+
+
+@pytest.mark.parametrize('encoding', ENCODINGS)
+def test_uniform_orders_give_the_masked_diffusion_bound(encoding):
+  """E_σ Σ_t -log p = ∫ 1/t E[Σ_{i masked} -log p(x_i | x_t)] dt, sequence by sequence.
+
+  Each position is masked with probability t by itself. A set M of m masked positions out of n has
+  weight ∫ 1/t t^m (1-t)^(n-m) dt = B(m, n-m+1) = (m-1)! (n-m)! / n!, and -log p(x_i | x_t) of this
+  decoder is its mean over the orders of the unmasked context.
+  """
+  terms = []  # (weight, order that generates a context and then i, index of i in it)
+  for m in range(1, N + 1):
+    weight = math.factorial(m - 1) * math.factorial(N - m) / math.factorial(N)
+    for masked in itertools.combinations(range(N), m):
+      contexts = list(itertools.permutations(sorted(set(range(N)) - set(masked))))
+      for context, target in itertools.product(contexts, masked):
+        rest = [i for i in masked if i != target]
+        terms.append((weight / len(contexts), [*context, target, *rest], N - m))
+  weights, orders, index = (np.array(column) for column in zip(*terms))
+  assert len(terms) == 64
+  tokens, row_orders = _all_pairs(orders.astype(np.int32))
+  logits = jax.jit(_model(encoding).__call__)(tokens, row_orders)
+  log_probs = np.asarray(jax.nn.log_softmax(logits), np.float64)
+  rows = np.arange(len(tokens))
+  row_index = np.repeat(index, len(SEQUENCES))
+  targets = tokens[rows, row_orders[rows, row_index]]
+  nll = -log_probs[rows, row_index, targets].reshape(len(terms), len(SEQUENCES))
+  bound = (weights[:, None] * nll).sum(axis=0)
+  ao_ar = _order_nll(encoding).sum(axis=-1)
+  np.testing.assert_allclose(ao_ar.mean(axis=0), bound, rtol=0, atol=1e-5)
+  assert np.abs(ao_ar - bound).max() > 0.1  # no single order would do
+
+
+def test_loss_is_the_mean_over_tokens():
+  """`ao_ar_loss` in nats per token, of all 81 sequences along one order."""
+  tokens, orders = _all_pairs(ORDERS[17:18])
+  loss = objective.ao_ar_loss(_model('learned'), jnp.asarray(tokens), jnp.asarray(orders))
+  chex.assert_shape(loss, ())
+  np.testing.assert_allclose(loss, _order_nll('learned')[17].mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize('chunk', [1, 3, 5, 99])
+def test_chunked_loss_equals_the_whole(chunk):
+  """Value of every token and gradient of every parameter; 3 and 5 do not divide n = 7."""
+  tokens, orders = (jnp.asarray(x, jnp.int32) for x in (
+      np.random.default_rng(0).integers(0, V, (2, 7)),
+      [np.random.default_rng(i).permutation(7) for i in (1, 2)]))
+  model = _model('learned', context_length=7)
+  weights = jnp.arange(14.0).reshape(2, 7)  # tells the tokens apart
+
+  def loss(params, loss_chunk):
+    changed = nnx.merge(nnx.graphdef(_model('learned', context_length=7, loss_chunk=loss_chunk)),
+                        params)
+    nll = objective.token_nll(changed, tokens, orders)
+    return (weights * nll).sum(), nll
+
+  run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+  params = nnx.to_pure_dict(nnx.state(model))
+  chex.assert_trees_all_close(run(params, chunk), run(params, 0), rtol=1e-5, atol=1e-5)
