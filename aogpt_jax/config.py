@@ -58,6 +58,7 @@ class ModelConfig:
   use_bias: bool = False  # biases of qkv, attention projection and MLP; AdaLN and head keep theirs
   dropout_rate: float = 0.0
   init_std: float = 0.02  # truncated normal; 0.02 * sqrt(768 / d) suits small widths
+  gate_init: float = 0.0  # initial bias of the AdaLN gates; 0 as the reference, 1 starts faster
   dtype: str = 'float32'  # of matmul inputs; weights, norms, softmax and loss stay float32
   scan_layers: bool = True  # one compiled layer run in a loop, or all layers unrolled
   loss_chunk: int = 0  # generation steps whose logits exist at once in the loss; 0: all of them

@@ -1,13 +1,13 @@
 """A byte-complete SentencePiece BPE tokenizer: `decode(encode(text)) == text` for any text.
 
 Ids: 0 is sentencepiece's unknown piece (never produced: every character has its bytes to fall back
-on), 1 is end-of-text (sentencepiece's eos control piece), 2..257 are the 256 byte pieces, the rest
-are learned pieces, the merges in the order they were learned and then single characters.
+on), 1 is end-of-text (sentencepiece's eos control piece), 2 is the newline, 3..258 are the 256 byte
+pieces, the rest are learned pieces, the merges in the order they were learned and then single
+characters.
 
-Nothing is normalised: no dummy prefix, no whitespace removed. A newline is a character like any
-other. A piece may hold a newline next to other newlines, punctuation or symbols (',\\n', '.\\n\\n'
-are the usual ones), but never next to letters (pieces do not mix scripts), and a space is only ever
-the start of a piece or a run of spaces. Tabs, NUL and the characters sentencepiece reserves for
+Nothing is normalised: no dummy prefix, no whitespace removed. A newline is always one token of its
+own, so that lines of verse and dialogue look alike wherever they break. A space is only ever the
+start of a piece or a run of spaces. Tabs, NUL and the characters sentencepiece reserves for
 itself (U+2581, U+2585) are always spelled in bytes.
 """
 
@@ -24,11 +24,11 @@ from aogpt_jax.errors import UserError
 
 _SPACE = '\u2581'  # sentencepiece's escape for a space
 # Sentencepiece skips sentences with NUL or U+2585 and takes U+2581 and tab for its own marks:
-# training sentences end there. They also end at a space after at most 16384 characters, since
-# the trainer counts positions within a word in 16 bits.
-_SENTENCE = re.compile('[^\0\t\u2581\u2585]{1,16384}(?![^ \0\t\u2581\u2585])|'
-                       '[^\0\t\u2581\u2585]{1,16384}')
-_FIXED_PIECES = 258  # unknown, end-of-text and 256 bytes
+# training sentences end there, and at newlines. They also end at a space after at most 16384
+# characters, since the trainer counts positions within a word in 16 bits.
+_SENTENCE = re.compile('[^\0\t\n\u2581\u2585]{1,16384}(?![^ \0\t\n\u2581\u2585])|'
+                       '[^\0\t\n\u2581\u2585]{1,16384}')
+_FIXED_PIECES = 259  # unknown, end-of-text, newline and 256 bytes
 _MAX_VOCAB_SIZE = 2**20  # far above any in use; sentencepiece takes minutes to refuse 2**31
 _ROUND_TRIP_PROBE = '  A \n\n\t\0 caf\u00e9\u2581 \ufb01 </s>\r\n '
 
@@ -137,7 +137,7 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePi
 
   Args:
     documents: texts of any length.
-    vocab_size: number of ids, of which 258 are the byte and control pieces.
+    vocab_size: number of ids, of which 259 are the byte, newline and control pieces.
 
   Raises:
     UserError: if vocab_size is too small or too large for the text (the message has the nearest
@@ -157,6 +157,7 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePi
         # Below this, sentencepiece fails without naming a valid size.
         vocab_size=max(vocab_size, _FIXED_PIECES),
         byte_fallback=True,
+        user_defined_symbols=['\n'],
         normalization_rule_name='identity',
         add_dummy_prefix=False,
         remove_extra_whitespaces=False,
@@ -179,9 +180,9 @@ def _training_sentences(documents: Iterable[str]) -> Iterator[str]:
   for text in documents:
     _check_encodable(text)
     for sentence in _SENTENCE.findall(text):
-      # Newlines at the very end of a sentence are stripped by sentencepiece: a space, which
-      # starts a word of its own, keeps them.
-      yield sentence + ' ' if sentence.endswith(('\n', '\r')) else sentence
+      # A carriage return at the very end of a sentence is stripped by sentencepiece: a space,
+      # which starts a word of its own, keeps it.
+      yield sentence + ' ' if sentence.endswith('\r') else sentence
 
 
 def _keep_failure(items: Iterable[str], failures: list[BaseException]) -> Iterator[str]:
@@ -196,7 +197,7 @@ def _training_error(vocab_size: int, message: str) -> Exception:
   """Turns sentencepiece's message into a UserError with the nearest valid size."""
   if small := re.search(r'smaller than required_chars\. \d+ vs (\d+)', message):
     return UserError(f'vocab_size = {vocab_size} is too small for this text: it needs '
-                     f'{_FIXED_PIECES} byte and control pieces and its characters; '
+                     f'{_FIXED_PIECES} byte, newline and control pieces and its characters; '
                      f'the nearest valid is {small[1]}')
   if large := re.search(r'set it to a value <= (\d+)', message):
     return UserError(f'vocab_size = {vocab_size} is too large for this text: it does not have that '

@@ -52,7 +52,9 @@ def _dot_general(x, kernel, dimension_numbers, **unused):
 
 def linear(config: ModelConfig, in_features: int | tuple[int, ...],
            out_features: int | tuple[int, ...], *, rngs: nnx.Rngs, bias: bool = True,
-           residual: bool = False) -> nnx.LinearGeneral:
+           residual: bool = False,
+           bias_init: jax.nn.initializers.Initializer = nnx.initializers.zeros,
+           ) -> nnx.LinearGeneral:
   """A linear layer over the last axes; weights float32, matmul inputs in config.dtype.
 
   `residual` marks the two projections that write to the residual stream: their std is divided by
@@ -62,8 +64,8 @@ def linear(config: ModelConfig, in_features: int | tuple[int, ...],
   axis = tuple(range(-len(in_features), 0)) if isinstance(in_features, tuple) else -1
   return nnx.LinearGeneral(
       in_features, out_features, axis=axis, use_bias=bias, kernel_init=normal(std),
-      dtype=jnp.dtype(config.dtype), param_dtype=jnp.float32, dot_general=_dot_general,
-      rngs=rngs)
+      bias_init=bias_init, dtype=jnp.dtype(config.dtype), param_dtype=jnp.float32,
+      dot_general=_dot_general, rngs=rngs)
 
 
 def rms_norm(features: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -102,6 +104,13 @@ class Attention(nnx.Module):
     return self.out(attention.attend(query, key, value, past)), (key, value)
 
 
+def _gate_bias(value: float) -> jax.nn.initializers.Initializer:
+  """Bias (6·d,) of the modulation: zeros, but `value` for the two gates."""
+  is_gate = jnp.array([0, 0, 1, 0, 0, 1])
+  return lambda key, shape, dtype, **kwargs: jnp.repeat(
+      value * is_gate, shape[0] // 6).astype(dtype)
+
+
 class Block(nnx.Module):
   """Attention and MLP, each behind a norm that the target position modulates (AdaLN)."""
 
@@ -112,7 +121,8 @@ class Block(nnx.Module):
     self.norm2 = rms_norm(d, rngs)
     self.up = linear(config, d, 4 * d, bias=config.use_bias, rngs=rngs)
     self.down = linear(config, 4 * d, d, bias=config.use_bias, residual=True, rngs=rngs)
-    self.modulation = linear(config, config.condition_dim, (6, d), rngs=rngs)
+    self.modulation = linear(config, config.condition_dim, (6, d),
+                             bias_init=_gate_bias(config.gate_init), rngs=rngs)
     self.dropout = nnx.Dropout(config.dropout_rate)
 
   def table(self, condition: jax.Array) -> jax.Array:

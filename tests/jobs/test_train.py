@@ -1,4 +1,4 @@
-"""Training as a user runs it: resume after kill -9, SIGTERM, refusal, overwrite, non-finite loss."""
+"""Training as a user runs it: kill -9, SIGTERM, refusal, overwrite, non-finite loss."""
 
 import json
 import os
