@@ -228,9 +228,6 @@ class Config:
   mesh: MeshConfig = MeshConfig()
 
   def __post_init__(self):
-    check(self.data.tokenizer != 'sentencepiece' or self.data.vocab_size <= self.model.vocab_size,
-          'model.vocab_size', self.model.vocab_size,
-          f'must be at least the data.vocab_size={self.data.vocab_size} of the tokenizer')
     order = self.order
     if order.name == 'blockwise':
       check(self.model.context_length % order.block_size == 0, 'order.block_size',

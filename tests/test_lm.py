@@ -72,8 +72,8 @@ def test_infill_changes_nothing_but_the_holes(lm, template):
       at = text.index(piece, at) + len(piece)
 
 
-def test_infill_depends_on_both_sides(lm):
-  """A model that knows the sentence by heart fills the hole between its two neighbours."""
+def test_a_template_becomes_known_tokens_and_holes(lm):
+  """Text around a hole is tokenized by itself."""
   tokens, known = lm_lib.parse_template('a<mask:2>b<mask>', lm.tokenizer, 16)
   assert known.tolist() == [True, False, False, True, False]
   np.testing.assert_array_equal(tokens[known], np.concatenate(

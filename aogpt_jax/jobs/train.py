@@ -52,6 +52,11 @@ def _open_workdir(config: Config, workdir: pathlib.Path, overwrite: bool) -> Non
 
 def _check_before_work(config: Config) -> jax.sharding.Mesh:
   """Everything that can be known to be wrong before reading data or compiling."""
+  if config.data.tokenizer == 'sentencepiece':
+    config_lib.check(
+        config.data.vocab_size <= config.model.vocab_size, 'model.vocab_size',
+        config.model.vocab_size,
+        f'must be at least the data.vocab_size={config.data.vocab_size} of the tokenizer')
   for spec in (config.data.train, config.data.validation):
     corpora.check_corpus(spec)
   mesh = sharding_lib.make_mesh(config.mesh)

@@ -1,0 +1,33 @@
+"""The linear layer's own gradient rule, and the norm."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from aogpt_jax.model import layers
+
+
+@pytest.mark.parametrize(('contracted', 'kernel_shape'), [
+    (1, (6, 5)), (1, (6, 3, 2, 5)), (2, (4, 6, 5)), (2, (4, 6, 5, 2))])
+def test_matmul_has_the_gradient_of_einsum(contracted, kernel_shape):
+  """Value, dx and dkernel equal jax's own rule, for 1 and 2 contracted axes."""
+  keys = jax.random.split(jax.random.key(0), 3)
+  x = jax.random.normal(keys[0], (2, 3, *kernel_shape[:contracted]))
+  kernel = jax.random.normal(keys[1], kernel_shape)
+  y, pullback = jax.vjp(lambda x, k: layers.matmul(x, k, contracted), x, kernel)
+  want, want_pullback = jax.vjp(lambda x, k: jnp.tensordot(x, k, contracted), x, kernel)
+  g = jax.random.normal(keys[2], want.shape)
+  chex.assert_trees_all_close((y, pullback(g)), (want, want_pullback(g)), rtol=1e-5, atol=1e-5)
+
+
+def test_rms_norm_divides_by_the_root_mean_square():
+  """x / sqrt(mean(x²) + 1e-5) * scale; the input is as small as the epsilon, so that it counts."""
+  x = 0.004 * jax.random.normal(jax.random.key(0), (3, 8))
+  norm = layers.rms_norm(8, nnx.Rngs(0))
+  norm.scale[...] = jnp.arange(8.0)
+  x64 = np.asarray(x, np.float64)
+  want = x64 / np.sqrt((x64 ** 2).mean(axis=-1, keepdims=True) + 1e-5) * np.arange(8)
+  np.testing.assert_allclose(norm(x), want, rtol=1e-5)

@@ -1,0 +1,140 @@
+"""Meshes of eight virtual devices: rules for every parameter, equal numbers, less memory each."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from aogpt_jax import sharding
+from aogpt_jax.config import (
+  Config,
+  DataConfig,
+  MeshConfig,
+  ModelConfig,
+  OptimizerConfig,
+  OrderConfig,
+  TrainConfig,
+)
+from aogpt_jax.errors import UserError
+from aogpt_jax.training import step as step_lib
+
+CONFIG = Config(
+    model=ModelConfig(vocab_size=32, context_length=8, num_layers=2, num_heads=4, embed_dim=32,
+                      condition_dim=8, use_bias=True, dropout_rate=0.1, init_std=0.1, loss_chunk=3,
+                      position_encoding='target_rotary'),
+    data=DataConfig(vocab_size=32), order=OrderConfig(name='uniform'),
+    optimizer=OptimizerConfig(warmup_steps=0, learning_rate=1e-2),
+    train=TrainConfig(num_steps=10, batch_size=16, accumulation=2))
+
+
+@functools.cache
+def _recipe():
+  return step_lib.make_recipe(CONFIG)
+
+
+def _shardings(*sizes):
+  mesh = sharding.make_mesh(MeshConfig(*sizes), jax.devices()[:int(np.prod(sizes))])
+  abstract = jax.eval_shape(lambda: step_lib.init_state(_recipe()))
+  return mesh, sharding.state_shardings(mesh, abstract), abstract
+
+
+@functools.cache
+def _train(*sizes):
+  """Losses of 5 updates, and the most bytes of the state that one device holds."""
+  mesh, shardings, _ = _shardings(*sizes)
+  state = jax.jit(lambda: step_lib.init_state(_recipe()), out_shardings=shardings)()
+  rows = sharding.batch_sharding(mesh)
+  step = step_lib.jit_step(_recipe(), shardings, rows)
+  losses = []
+  for seed in range(5):
+    tokens = np.random.default_rng(seed).integers(0, 32, (16, 8)).astype(np.int32)
+    state, metrics = step(state, sharding.global_array(tokens, rows))
+    losses.append(float(metrics['nats_per_token']))
+  of_device = lambda d: sum(shard.data.nbytes for leaf in jax.tree.leaves(state)
+                            for shard in leaf.addressable_shards if shard.device == d)
+  return np.array(losses), max(map(of_device, mesh.devices.flat))
+
+
+@pytest.mark.parametrize('sizes', [(8, 1, 1), (2, 2, 2), (1, 8, 1)])
+def test_five_updates_are_those_of_one_device(sizes):
+  """With dropout, micro-batches and a chunked loss; the losses move, so the weights do."""
+  losses, _ = _train(*sizes)
+  np.testing.assert_allclose(losses, _train(1, 1, 1)[0], rtol=0, atol=1e-5)
+  assert len(set(losses.round(3))) == 5
+
+
+def test_fsdp_divides_the_state():
+  """8 ways: a quarter of the bytes at most (the small replicated tables are the rest)."""
+  whole = _train(1, 1, 1)[1]
+  assert _train(8, 1, 1)[1] == whole
+  assert _train(1, 8, 1)[1] < whole / 4
+  assert _train(2, 2, 2)[1] < whole / 2.5
+
+
+def test_every_parameter_has_a_rule_that_fits_its_axes():
+  """No path without a rule, no spec longer than its array; matrices are really divided."""
+  _, shardings, abstract = _shardings(2, 2, 2)
+  specs = nnx.traversals.flatten_mapping(jax.tree.map(lambda s: s.spec, shardings.params))
+  shapes = nnx.traversals.flatten_mapping(abstract.params)
+  assert specs.keys() == shapes.keys() and len(shapes) == 23
+  for path, shape in shapes.items():
+    rule = sharding.param_spec('/'.join(path))
+    assert len(rule) <= len(shape.shape), path
+    if path[-1] == 'kernel' or path[0] in ('token_embedding', 'position_embedding'):
+      assert 'fsdp' in rule, path
+      assert [a for a in specs[path] if a] == [
+          a for i, a in enumerate(rule) if a and shape.shape[i] % 2 == 0], path
+  heads = {('blocks', 'attention', 'qkv', 'kernel'): 3, ('blocks', 'attention', 'out', 'kernel'): 1,
+           ('blocks', 'up', 'kernel'): 2, ('blocks', 'down', 'kernel'): 1, ('head', 'kernel'): 1,
+           ('token_embedding', 'embedding'): 0}
+  for path, axis in heads.items():
+    assert specs[path][axis] == 'tensor', path
+  with pytest.raises(KeyError, match='no partition rule for parameter blocks/new/weights'):
+    sharding.param_spec('blocks/new/weights')
+
+
+def test_moments_and_average_lie_where_the_parameters_do():
+  """Every copy of the parameter tree in the state has its shardings."""
+  _, shardings, _ = _shardings(2, 2, 2)
+  want = jax.tree.map(lambda s: s.spec, shardings.params)
+  specs = jax.tree.map(lambda s: s.spec, shardings)
+  assert specs.ema == want
+  flat = {jax.tree_util.keystr(path): spec
+          for path, spec in jax.tree_util.tree_leaves_with_path(specs.opt_state)}
+  for path, spec in jax.tree_util.tree_leaves_with_path(want):
+    copies = [s for name, s in flat.items() if name.endswith(jax.tree_util.keystr(path))]
+    assert copies == [spec, spec], path
+
+
+def test_an_axis_that_does_not_divide_is_replicated():
+  """4 heads over tensor = 8: whole on each device, not an error."""
+  _, shardings, _ = _shardings(1, 1, 8)
+  blocks = shardings.params['blocks']
+  assert not any(blocks['attention']['qkv']['kernel'].spec)
+  assert 'tensor' in blocks['up']['kernel'].spec
+
+
+def test_mesh_takes_all_devices():
+  """-1 takes what is left; else the product must be the number of devices."""
+  shape = lambda **sizes: tuple(sharding.make_mesh(MeshConfig(**sizes)).shape.values())
+  assert shape() == (8, 1, 1)
+  assert shape(fsdp=2, tensor=2) == (2, 2, 2)
+  assert shape(data=2, fsdp=-1) == (2, 4, 1)
+  for sizes, text in ((dict(data=3), '[3, 1, 1]: the product is 3'),
+                      (dict(fsdp=3), '[2, 3, 1]: the product is 6'),
+                      (dict(fsdp=16), '[1, 16, 1]: the product is 16')):
+    with pytest.raises(UserError, match=re.escape(f'mesh data×fsdp×tensor={text}, but there are 8')):
+      shape(**sizes)
+
+
+def test_batches_must_divide():
+  """Rows go over data x fsdp; the nearest valid sizes are named."""
+  mesh = sharding.make_mesh(MeshConfig(2, 2, 2))
+  sharding.check_batch(mesh, 'train.batch_size', 12)
+  with pytest.raises(UserError, match='train.batch_size=10: .*multiple of 4; the nearest: 8 and 12'):
+    sharding.check_batch(mesh, 'train.batch_size', 10)
+  with pytest.raises(UserError, match='eval.batch_size=3: .*the nearest: 4$'):
+    sharding.check_batch(mesh, 'eval.batch_size', 3)
