@@ -22,7 +22,7 @@ def get_config():
   config.optimizer.min_learning_rate = 6e-5
   config.optimizer.warmup_steps = 50
   config.optimizer.ema_decay = 0.995
-  config.train.num_steps = 3400
+  config.train.num_steps = 3600
   config.train.batch_size = 8
   config.train.log_every = 100
   config.train.eval_every = 0

@@ -8,26 +8,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from aogpt_jax import sharding
-from aogpt_jax.config import (
-  Config,
-  DataConfig,
-  MeshConfig,
-  ModelConfig,
-  OptimizerConfig,
-  OrderConfig,
-  TrainConfig,
-)
+from aogpt_jax import config as config_lib, sharding
+from aogpt_jax.config import MeshConfig
 from aogpt_jax.errors import UserError
 from aogpt_jax.training import step as step_lib
 
-CONFIG = Config(
-    model=ModelConfig(vocab_size=32, context_length=8, num_layers=2, num_heads=4, embed_dim=32,
-                      condition_dim=8, use_bias=True, dropout_rate=0.1, init_std=0.1, loss_chunk=3,
-                      position_encoding='target_rotary'),
-    data=DataConfig(vocab_size=32), order=OrderConfig(name='uniform'),
-    optimizer=OptimizerConfig(warmup_steps=0, learning_rate=1e-2),
-    train=TrainConfig(num_steps=10, batch_size=16, accumulation=2))
+CONFIG = config_lib.Config(
+    model=config_lib.ModelConfig(
+        vocab_size=32, context_length=8, num_layers=2, num_heads=4, embed_dim=32, condition_dim=8,
+        use_bias=True, dropout_rate=0.1, init_std=0.1, loss_chunk=3,
+        position_encoding='target_rotary'),
+    data=config_lib.DataConfig(vocab_size=32),
+    order=config_lib.OrderConfig(name='uniform'),
+    optimizer=config_lib.OptimizerConfig(warmup_steps=0, learning_rate=1e-2),
+    train=config_lib.TrainConfig(num_steps=10, batch_size=16, accumulation=2))
 
 
 @functools.cache
@@ -113,7 +107,7 @@ def test_an_axis_that_does_not_divide_is_replicated():
   """4 heads over tensor = 8: whole on each device, not an error."""
   _, shardings, _ = _shardings(1, 1, 8)
   blocks = shardings.params['blocks']
-  assert not any(blocks['attention']['qkv']['kernel'].spec)
+  assert 'tensor' not in blocks['attention']['qkv']['kernel'].spec
   assert 'tensor' in blocks['up']['kernel'].spec
 
 
@@ -126,7 +120,7 @@ def test_mesh_takes_all_devices():
   for sizes, text in ((dict(data=3), '[3, 1, 1]: the product is 3'),
                       (dict(fsdp=3), '[2, 3, 1]: the product is 6'),
                       (dict(fsdp=16), '[1, 16, 1]: the product is 16')):
-    with pytest.raises(UserError, match=re.escape(f'mesh data×fsdp×tensor={text}, but there are 8')):
+    with pytest.raises(UserError, match=re.escape(f'data×fsdp×tensor={text}, but there are 8')):
       shape(**sizes)
 
 
@@ -134,7 +128,7 @@ def test_batches_must_divide():
   """Rows go over data x fsdp; the nearest valid sizes are named."""
   mesh = sharding.make_mesh(MeshConfig(2, 2, 2))
   sharding.check_batch(mesh, 'train.batch_size', 12)
-  with pytest.raises(UserError, match='train.batch_size=10: .*multiple of 4; the nearest: 8 and 12'):
+  with pytest.raises(UserError, match='train.batch_size=10: .*multiple of 4; .*: 8 and 12$'):
     sharding.check_batch(mesh, 'train.batch_size', 10)
   with pytest.raises(UserError, match='eval.batch_size=3: .*the nearest: 4$'):
     sharding.check_batch(mesh, 'eval.batch_size', 3)

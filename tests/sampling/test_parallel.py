@@ -122,13 +122,13 @@ def test_a_given_text_comes_back_whole():
       generate(_model(), jax.random.key(0), orders, tokens=tokens, prompt_length=N), tokens)
 
 
-SMALL = dict(vocab_size=3, context_length=4, gate_init=0.0)
+SMALL = dict(vocab_size=3, context_length=4, gate_init=0.0, init_std=0.35)
 
 
 @pytest.mark.parametrize('encoding', ENCODINGS)
 @pytest.mark.parametrize('groups', [(1, 1, 1, 1), (2, 2)])
 def test_samples_follow_the_law_of_the_model(encoding, groups):
-  """Chi-square over 24 orders x 81 sequences, 48,000 draws, against enumerated probabilities.
+  """Chi-square over 24 orders x 81 sequences, 100,800 draws, against enumerated probabilities.
 
   One token a step: Π p(x_σ(t) | x_σ(<t), σ(t)). Two: independent given the earlier steps.
   """
@@ -142,18 +142,17 @@ def test_samples_follow_the_law_of_the_model(encoding, groups):
   law = np.exp(log_probs.sum(axis=-1, dtype=np.float64)) / 24
   np.testing.assert_allclose(law.sum(), 1, rtol=1e-5)
 
-  which = np.tile(np.arange(24), 1000)
+  which = np.tile(np.arange(24), 1400)
   observed = np.zeros(24 * 81)
-  for seed in (0, 1):
+  for seed in range(3):
     drawn = np.asarray(generate(_model(encoding, **SMALL), jax.random.key(seed),
                                 all_orders[which], steps=len(groups)))
     observed += np.bincount(which * 81 + drawn @ [27, 9, 3, 1], minlength=24 * 81)
   expected = law * observed.sum()
   rare = expected < 5  # pooled: the chi-square law needs a few in every cell
   pool = lambda x: np.append(x[~rare], x[rare].sum())
-  p_value = scipy.stats.chisquare(pool(observed), pool(expected) / pool(expected).sum()
-                                  * observed.sum()).pvalue
-  assert p_value > 1e-4
+  expected *= observed.sum() / pool(expected).sum()  # float rounding; chisquare insists
+  assert scipy.stats.chisquare(pool(observed), pool(expected)).pvalue > 1e-4
   assert (~rare).sum() > 500
 
 
