@@ -22,13 +22,13 @@ def get_config():
   config.optimizer.min_learning_rate = 6e-5
   config.optimizer.warmup_steps = 50
   config.optimizer.ema_decay = 0.995
-  config.train.num_steps = 3600
+  config.train.num_steps = 4200
   config.train.batch_size = 8
   config.train.log_every = 100
   config.train.eval_every = 0
   config.train.checkpoint_every = 500
   config.eval.num_orders = 4
-  config.sample.temperature = 0.7
+  config.sample.temperature = 0.8
   config.sample.top_p = 0.8
   config.sample.infill = 'Good morrow, my <mask:2>. What news?'
   return config
