@@ -34,7 +34,7 @@ setuptools.setup(
     ],
     extras_require={
         'dev': ['chex>=0.1.90,<0.2', 'hypothesis>=6.100,<7', 'pytest>=8,<10',
-                'ruff>=0.17,<0.18'],
+                'ruff>=0.17,<0.18', 'scipy>=1.13,<2'],
         'torch': ['torch>=2.4,<3'],
         'cuda': ['jax[cuda12]>=0.10,<0.12'],
         'tpu': ['jax[tpu]>=0.10,<0.12'],

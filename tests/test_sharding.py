@@ -81,10 +81,11 @@ def test_every_parameter_has_a_rule_that_fits_its_axes():
       assert 'fsdp' in rule, path
       assert [a for a in specs[path] if a] == [
           a for i, a in enumerate(rule) if a and shape.shape[i] % 2 == 0], path
-  heads = {('blocks', 'attention', 'qkv', 'kernel'): 3, ('blocks', 'attention', 'out', 'kernel'): 1,
+  split = {('blocks', 'attention', 'qkv', 'kernel'): 3, ('blocks', 'attention', 'out', 'kernel'): 1,
            ('blocks', 'up', 'kernel'): 2, ('blocks', 'down', 'kernel'): 1, ('head', 'kernel'): 1,
-           ('token_embedding', 'embedding'): 0}
-  for path, axis in heads.items():
+           ('token_embedding', 'embedding'): 0, ('head', 'bias'): 0, ('blocks', 'up', 'bias'): 1,
+           ('blocks', 'attention', 'qkv', 'bias'): 2}
+  for path, axis in split.items():
     assert specs[path][axis] == 'tensor', path
   with pytest.raises(KeyError, match='no partition rule for parameter blocks/new/weights'):
     sharding.param_spec('blocks/new/weights')

@@ -126,9 +126,9 @@ SMALL = dict(vocab_size=3, context_length=4, gate_init=0.0, init_std=0.35)
 
 
 @pytest.mark.parametrize('encoding', ENCODINGS)
-@pytest.mark.parametrize('groups', [(1, 1, 1, 1), (2, 2)])
-def test_samples_follow_the_law_of_the_model(encoding, groups):
-  """Chi-square over 24 orders x 81 sequences, 100,800 draws, against enumerated probabilities.
+@pytest.mark.parametrize(('groups', 'calls'), [((1, 1, 1, 1), 6), ((2, 2), 3)])
+def test_samples_follow_the_law_of_the_model(encoding, groups, calls):
+  """Chi-square over 24 orders x 81 sequences against their probabilities, 16,800 draws a call.
 
   One token a step: Π p(x_σ(t) | x_σ(<t), σ(t)). Two: independent given the earlier steps.
   """
@@ -142,9 +142,9 @@ def test_samples_follow_the_law_of_the_model(encoding, groups):
   law = np.exp(log_probs.sum(axis=-1, dtype=np.float64)) / 24
   np.testing.assert_allclose(law.sum(), 1, rtol=1e-5)
 
-  which = np.tile(np.arange(24), 1400)
+  which = np.tile(np.arange(24), 700)
   observed = np.zeros(24 * 81)
-  for seed in range(3):
+  for seed in range(calls):
     drawn = np.asarray(generate(_model(encoding, **SMALL), jax.random.key(seed),
                                 all_orders[which], steps=len(groups)))
     observed += np.bincount(which * 81 + drawn @ [27, 9, 3, 1], minlength=24 * 81)
@@ -153,7 +153,7 @@ def test_samples_follow_the_law_of_the_model(encoding, groups):
   pool = lambda x: np.append(x[~rare], x[rare].sum())
   expected *= observed.sum() / pool(expected).sum()  # float rounding; chisquare insists
   assert scipy.stats.chisquare(pool(observed), pool(expected)).pvalue > 1e-4
-  assert (~rare).sum() > 500
+  assert (~rare).sum() > 300
 
 
 @pytest.mark.parametrize('prompt_length', [0, 3])

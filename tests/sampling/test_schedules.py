@@ -30,6 +30,11 @@ def test_every_step_reveals_something_and_the_last_all(kind):
     assert (np.diff([0, *counts]) >= 1).all()
 
 
+def test_counts_are_rounded_in_float32():
+  """100 in 5 steps: 1 - τ is 0.19999999 … in float32; a product in float64 would give 59, 79."""
+  np.testing.assert_array_equal(reveal_counts('linear', 100, 5), [19, 39, 60, 80, 100])
+
+
 @pytest.mark.parametrize(('arguments', 'message'), [
     (('linar', 8, 2), "schedule='linar'.*did you mean \"linear\""),
     (('linear', 8, 9), 'steps=9: must be in 1..8'), (('cosine', 8, 0), 'steps=0: must be in 1..8')])
