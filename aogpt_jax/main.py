@@ -33,12 +33,16 @@ def _fail(message: object) -> NoReturn:
   sys.exit(2)
 
 
-def _unknown_field(error: Exception) -> str:
-  """One line for what ml_collections says, over several, of a key that is not in the config."""
+def _unknown_field(error: Exception) -> str | None:
+  """One line for what ml_collections says, over several, of a key that is not in the config.
+
+  None if the error is another one: a bug in a config file, which its author wants to see whole.
+  """
   message = str(error.args[0] if error.args else error)
-  quoted = re.search(r'(?:Key |instead of )"([^"]+)"', message) or re.search(r'(\w+)', message)
+  quoted = (re.search(r'(?:Key |instead of )"([^"]+)"', message)
+            or re.fullmatch(r'\W*([\w.]+)\W*', message))
   if not quoted:
-    return f'--config: {message}'
+    return None
   names = [*config_lib.flatten(config_lib.Config())]
   names = {part for name in names for part in name.split('.')}
   return f'--config: no field "{quoted[1]}"{nearest(quoted[1].split(".")[-1], sorted(names))}'
@@ -49,7 +53,10 @@ def _parse_flags(argv: list[str]) -> list[str]:
   try:
     return app.parse_flags_with_usage(argv)
   except (AttributeError, KeyError) as error:
-    _fail(_unknown_field(error))
+    message = _unknown_field(error)
+    if message is None:
+      raise
+    _fail(message)
 
 
 def _config_values() -> dict[str, Any]:

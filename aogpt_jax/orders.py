@@ -41,11 +41,6 @@ class OrderDistribution(NamedTuple):
     return jax.vmap(lambda k: self.row(k, length))(row_keys)
 
 
-def inverse(orders: jax.Array) -> jax.Array:
-  """Returns the step at which each position is generated; (B, n) int32 -> (B, n) int32."""
-  return jnp.argsort(orders, axis=-1).astype(jnp.int32)
-
-
 def _uniform_row(key: jax.Array, length: int) -> jax.Array:
   return jax.random.permutation(key, length).astype(jnp.int32)
 

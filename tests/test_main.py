@@ -84,6 +84,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(args, message, tmp_path):
   assert not (tmp_path / 'run' / 'config.json').exists()
 
 
+def test_a_bug_in_a_config_file_is_shown_whole(tmp_path):
+  """It is no misspelt field: the author needs the line."""
+  (tmp_path / 'bug.py').write_text('import math\n\n\ndef get_config():\n  return math.sqr(2)\n')
+  result = run(f'--config={tmp_path}/bug.py', f'--workdir={tmp_path}/run')
+  assert result.returncode != 0 and 'no field' not in result.stderr
+  assert 'bug.py", line 5' in result.stderr and 'sqr' in result.stderr
+
+
 def test_batch_not_divisible_by_the_devices(tmp_path):
   result = run(QUICKSTART, f'--workdir={tmp_path}', '--config.train.batch_size=30', devices=8)
   assert result.returncode == 2

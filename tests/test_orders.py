@@ -115,15 +115,6 @@ def test_blockwise():
   assert len(np.unique((random % 6).reshape(12, 6), axis=0)) == 12
 
 
-def test_inverse():
-  """steps[b, orders[b, t]] = t."""
-  orders = _sample('uniform', 5, 9)
-  steps = orders_lib.inverse(orders)
-  chex.assert_type(steps, jnp.int32)
-  np.testing.assert_array_equal(np.take_along_axis(np.asarray(steps), orders, axis=1),
-                                np.tile(np.arange(9), (5, 1)))
-
-
 @pytest.mark.parametrize(('name', 'options', 'message'), [
     ('unifrom', {}, "order 'unifrom'.*did you mean \"uniform\""),
     ('mixture', {'random_ration': 0.5}, "'random_ration'; did you mean \"random_ratio\""),

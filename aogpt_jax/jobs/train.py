@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pathlib
 import shutil
 from typing import Any
@@ -24,13 +25,14 @@ from aogpt_jax.training import checkpoints, loop, metrics, step as step_lib
 
 log = logging.getLogger(__name__)
 
-# What a run writes into its directory; --overwrite deletes these and nothing else.
+# What makes a run; --overwrite deletes these and nothing else. Packed blocks in data/ stay: they
+# lie under a hash of what they were made of, so another run cannot mistake them for its own.
 RUN_FILES = ('config.json', 'tokenizer.model', 'metrics.jsonl', 'tensorboard', 'checkpoints',
-             'data', 'evaluation.json', 'evaluation.md')
+             'evaluation.json', 'evaluation.md')
 
 
 def _open_workdir(config: Config, workdir: pathlib.Path, overwrite: bool) -> None:
-  """Makes the directory, or checks that it holds a run of the same config."""
+  """Makes the directory, or checks that it holds a run of the same config; writes nothing."""
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     probe = workdir / '.writable'
@@ -38,16 +40,33 @@ def _open_workdir(config: Config, workdir: pathlib.Path, overwrite: bool) -> Non
     probe.unlink()
   except OSError as error:
     raise UserError(f'--workdir={workdir}: cannot be written: {error.strerror}') from None
+  if not (workdir / 'config.json').exists():
+    foreign = [name for name in RUN_FILES if (workdir / name).exists()]
+    if foreign:
+      raise UserError(f'--workdir={workdir}: holds {", ".join(foreign)} but no config.json, so it '
+                      'is not a run; choose another directory')
+    return
+  old = lm_lib.read_config(workdir)  # also before deleting: another program's file stays
   if overwrite:
     for name in RUN_FILES:
       path = workdir / name
       shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-  if (workdir / 'config.json').exists():
-    different = config_lib.differing_fields(lm_lib.read_config(workdir), config)
-    if different:
-      raise UserError(f'--workdir={workdir}: holds a run with another config: '
-                      f'{"; ".join(different)}. Choose another directory, or --overwrite to '
-                      'delete that run')
+    return
+  different = config_lib.differing_fields(old, config)
+  if different:
+    raise UserError(f'--workdir={workdir}: holds a run with another config: '
+                    f'{"; ".join(different)}. Choose another directory, or --overwrite to '
+                    'delete that run')
+
+
+def _start_run(config: Config, tokenizer: tokenizers.SentencePieceTokenizer,
+               workdir: pathlib.Path) -> None:
+  """Writes config.json, which makes the directory a run, and then its tokenizer."""
+  unfinished = workdir / 'config.json.tmp'
+  unfinished.write_text(config_lib.to_json(config))
+  os.replace(unfinished, workdir / 'config.json')  # a kill must not leave half a config
+  if not (workdir / 'tokenizer.model').exists():
+    tokenizer.save(workdir / 'tokenizer.model')
 
 
 def _check_before_work(config: Config) -> jax.sharding.Mesh:
@@ -86,8 +105,6 @@ def _tokenizer(config: Config, workdir: pathlib.Path) -> tokenizers.SentencePiec
       f'must be at least the {tokenizer.vocab_size} ids of the tokenizer')
   if config.sample.infill:  # a template that does not fit must not fail after days of training
     lm_lib.parse_template(config.sample.infill, tokenizer, config.model.context_length)
-  if not path.exists():
-    tokenizer.save(path)
   return tokenizer
 
 
@@ -138,7 +155,11 @@ def run(config: Config, workdir: pathlib.Path, overwrite: bool = False) -> None:
     UserError: for a bad config, corpus or directory, a damaged checkpoint, or a loss that is not
       finite. Nothing of an earlier run is lost, unless `overwrite` is set.
   """
-  stop = loop.StopRequest()
+  with loop.StopRequest() as stop:
+    _run(config, workdir, overwrite, stop)
+
+
+def _run(config: Config, workdir: pathlib.Path, overwrite: bool, stop: loop.StopRequest) -> None:
   mesh = _check_before_work(config)
   _open_workdir(config, workdir, overwrite)
   print(f'Config:\n{config_lib.to_json(config)}', flush=True)
@@ -147,7 +168,7 @@ def run(config: Config, workdir: pathlib.Path, overwrite: bool = False) -> None:
   length = config.model.context_length
   train = data.prepare(data_directory, config.data.train, tokenizer, length)
   validation = data.prepare(data_directory, config.data.validation, tokenizer, length)
-  (workdir / 'config.json').write_text(config_lib.to_json(config))
+  _start_run(config, tokenizer, workdir)
 
   recipe = step_lib.make_recipe(config)
   directory = workdir / 'checkpoints'
@@ -175,7 +196,6 @@ def run(config: Config, workdir: pathlib.Path, overwrite: bool = False) -> None:
   finally:
     batches.close()
     writer.close()
-    stop.restore()
 
 
 def _finish(config: Config, workdir: pathlib.Path, state: step_lib.TrainState, estimate: Any,

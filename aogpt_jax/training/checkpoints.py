@@ -140,9 +140,9 @@ class CheckpointWriter:
 
 
 def remove_unfinished(directory: pathlib.Path) -> None:
-  """Deletes what killed saves left behind."""
+  """Deletes what killed saves left behind: STEP or STEP.orbax-… without a manifest."""
   for path in directory.glob('*'):
-    if path.is_dir() and not (path / MANIFEST).exists():
+    if path.is_dir() and path.name.split('.')[0].isdigit() and not (path / MANIFEST).exists():
       log.info('removing unfinished checkpoint %s', path)
       shutil.rmtree(path)
 

@@ -19,17 +19,18 @@ log = logging.getLogger(__name__)
 
 
 class StopRequest:
-  """Turns SIGTERM into a flag, so that a run that is told to stop saves first."""
+  """Within `with`, turns SIGTERM into a flag, so that a run told to stop saves first."""
 
-  def __init__(self):
+  def __enter__(self) -> 'StopRequest':
     self.requested = False
     self._previous = signal.signal(signal.SIGTERM, self._set)
+    return self
 
   def _set(self, signum, frame):
     del signum, frame
     self.requested = True
 
-  def restore(self) -> None:
+  def __exit__(self, *unused) -> None:
     signal.signal(signal.SIGTERM, self._previous)
 
 

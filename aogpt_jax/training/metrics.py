@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pathlib
 import sys
 from typing import Any
@@ -59,7 +60,9 @@ def _truncate_after(path: pathlib.Path, step: int) -> None:
         kept.append(line + '\n')
     except ValueError:  # the line that a kill cut short
       continue
-  path.write_text(''.join(kept))
+  unfinished = path.with_suffix('.tmp')
+  unfinished.write_text(''.join(kept))
+  os.replace(unfinished, path)  # a kill must not lose the history
 
 
 class MetricWriter:

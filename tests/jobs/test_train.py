@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from aogpt_jax import config as config_lib
+from aogpt_jax.data import tokenizers
 from aogpt_jax.errors import UserError
 from aogpt_jax.jobs import train as train_job
 from aogpt_jax.training import checkpoints
@@ -165,6 +166,47 @@ def test_overwrite_restarts(corpus, tmp_path):
   assert (tmp_path / 'notes.txt').read_text() == 'mine'
 
 
+def test_overwrite_deletes_runs_only(corpus, tmp_path):
+  """Files with the names of a run's, in a directory that is none, are somebody else's."""
+  (tmp_path / 'data').mkdir()
+  (tmp_path / 'data' / 'mine.txt').write_text('mine')
+  (tmp_path / 'config.json').write_text('{"name": "another program"}')
+  with pytest.raises(UserError, match='cannot be read as the config of a run'):
+    train_job.run(make_config(corpus), tmp_path, overwrite=True)
+  (tmp_path / 'config.json').unlink()
+  for _ in range(2):  # the second time, the directory is a run
+    train_job.run(make_config(corpus, train=dict(num_steps=1)), tmp_path, overwrite=True)
+    assert (tmp_path / 'data' / 'mine.txt').read_text() == 'mine'
+
+
+def test_a_tokenizer_without_a_run_is_not_taken(corpus, straight, tmp_path):
+  """It may be of another vocabulary than this config's: neither used nor written over."""
+  content = (straight / 'tokenizer.model').read_bytes()
+  (tmp_path / 'tokenizer.model').write_bytes(content)
+  for overwrite in (False, True):
+    with pytest.raises(UserError, match='holds tokenizer.model but no config.json'):
+      train_job.run(make_config(corpus), tmp_path, overwrite=overwrite)
+  assert (tmp_path / 'tokenizer.model').read_bytes() == content
+
+
+def test_a_start_killed_while_packing_starts_anew(corpus, tmp_path, monkeypatch):
+  """What it leaves does not bind the next start, which has another vocabulary."""
+  def killed(*args):
+    raise KeyboardInterrupt
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(train_job.data, 'prepare', killed, raising=False)
+    train_job.run(make_config(corpus), tmp_path)
+  train_job.run(make_config(corpus, data=dict(vocab_size=289), train=dict(num_steps=1)), tmp_path)
+  assert tokenizers.load_tokenizer(tmp_path / 'tokenizer.model').vocab_size == 289
+
+
+def test_only_unfinished_saves_are_removed(tmp_path):
+  for name in ('00000003', '00000004.orbax-checkpoint-tmp', 'best'):
+    (tmp_path / name).mkdir()
+  checkpoints.remove_unfinished(tmp_path)
+  assert [path.name for path in tmp_path.iterdir()] == ['best']
+
+
 def test_sigterm_saves_and_exits_with_0(corpus, tmp_path):
   """The signal arrives in mid-run; the step it was at is saved, and the run goes on from there."""
   config = make_config(corpus, train=dict(num_steps=100_000, checkpoint_every=0))
@@ -217,7 +259,6 @@ def test_changed_corpus_is_refused(tmp_path):
     train_job.run(config, tmp_path / 'run')
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and not pathlib.Path('/proc').exists(), reason='needs /proc')
 def test_a_directory_that_cannot_be_written(corpus):
   with pytest.raises(UserError, match='--workdir=/proc/run: cannot be written'):
     train_job.run(make_config(corpus), pathlib.Path('/proc/run'))
