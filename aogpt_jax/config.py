@@ -30,6 +30,11 @@ def check_choice(field: str, value: str, valid: tuple[str, ...]) -> None:
   check(value in valid, field, value, f'not one of {valid}{nearest(value, valid)}')
 
 
+def check_seed(field: str, value: int) -> None:
+  """Raises UserError unless 0 <= value < 2**32, what every library here takes."""
+  check(type(value) is int and 0 <= value < 2**32, field, value, 'must be an integer in [0, 2**32)')
+
+
 def _check_at_least(config: Any, section: str, low: float, *names: str) -> None:
   for name in names:
     value = getattr(config, name)
@@ -101,6 +106,7 @@ class OrderConfig:
     check_choice('order.name', self.name, ORDERS)
     check_choice('order.inner', self.inner, INNER_ORDERS)
     check(0 <= self.random_ratio <= 1, 'order.random_ratio', self.random_ratio, 'must be in [0, 1]')
+    check_seed('order.seed', self.seed)
     _check_at_least(self, 'order', 1, 'block_size')
 
   def options(self) -> dict[str, Any]:
@@ -194,7 +200,10 @@ class SampleConfig:
   infill: str = ''  # a text with holes <mask:k> of k tokens, filled at the end of training
 
   def __post_init__(self):
-    _check_at_least(self, 'sample', 0, 'num_samples', 'steps', 'temperature')
+    _check_at_least(self, 'sample', 0, 'num_samples', 'steps')
+    check(0 <= self.temperature < float('inf'), 'sample.temperature', self.temperature,
+          'must be finite and at least 0 (greedy)')
+    check_seed('sample.seed', self.seed)
     check(0 <= self.top_p <= 1, 'sample.top_p', self.top_p, 'must be in [0, 1]')
 
 
@@ -228,6 +237,9 @@ class Config:
   mesh: MeshConfig = MeshConfig()
 
   def __post_init__(self):
+    check_seed('seed', self.seed)
+    check(self.sample.steps <= self.model.context_length, 'sample.steps', self.sample.steps,
+          f'must be at most model.context_length={self.model.context_length}')
     order = self.order
     if order.name == 'blockwise':
       check(self.model.context_length % order.block_size == 0, 'order.block_size',
@@ -296,8 +308,14 @@ def differing_fields(old: Config, new: Config) -> list[str]:
   flats = [flatten(old), flatten(new)]
   for flat, config in zip(flats, (old, new)):
     flat['optimizer.decay_steps'] = config.decay_steps
-  return [f'{name}: {flats[0][name]!r} -> {flats[1][name]!r}' for name in flats[0]
-          if flats[0][name] != flats[1][name] and not name.startswith(FREE_FIELDS)]
+  names = [name for name in flats[0]
+           if flats[0][name] != flats[1][name] and not name.startswith(FREE_FIELDS)]
+  texts = {name: f'{name}: {flats[0][name]!r} -> {flats[1][name]!r}' for name in names}
+  if old.optimizer.decay_steps == new.optimizer.decay_steps and 'optimizer.decay_steps' in texts:
+    texts['optimizer.decay_steps'] = (
+        f'train.num_steps: {old.train.num_steps} -> {new.train.num_steps}, which moves the end of '
+        f'the cosine (add --config.optimizer.decay_steps={old.decay_steps} to keep it)')
+  return list(texts.values())
 
 
 def to_json(config: Config) -> str:
@@ -307,4 +325,6 @@ def to_json(config: Config) -> str:
 
 def from_json(text: str) -> Config:
   """Reads what `to_json` wrote; raises UserError as `from_dict` does."""
-  return from_dict(json.loads(text))
+  values = json.loads(text)
+  check(isinstance(values, dict), 'config', values, 'must be a JSON object')
+  return from_dict(values)

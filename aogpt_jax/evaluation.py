@@ -34,6 +34,12 @@ class Estimate:
     return math.exp(self.nats_per_token)
 
 
+def as_json(estimate: Estimate) -> dict[str, Any]:
+  """The fields and the perplexity; an error that a single draw cannot give is null."""
+  fields = dataclasses.asdict(estimate) | {'perplexity': estimate.perplexity}
+  return {name: None if value != value else value for name, value in fields.items()}
+
+
 def _standard_error(values: np.ndarray) -> float:
   return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 

@@ -35,8 +35,10 @@ def parse_template(template: str, tokenizer: tokenizers.SentencePieceTokenizer,
     pieces.append(ids)
     known.append(np.ones(len(ids), bool))
     if hole:
-      width = int(hole[1] or 1)
-      check(width >= 1, 'template', hole[0], 'a hole must have at least 1 token')
+      digits = hole[1] or '1'
+      width = int(digits) if len(digits) < 10 else context_length + 1
+      check(1 <= width <= context_length, 'template', hole[0][:40],
+            f'a hole must have 1..{context_length} tokens, the context_length of this model')
       pieces.append(np.zeros(width, np.int32))
       known.append(np.zeros(width, bool))
       end = hole.end()
@@ -64,12 +66,26 @@ class LanguageModel:
   config: Config
   step: int
 
+  def _order(self, name: str) -> orders_lib.OrderDistribution:
+    """The distribution called `name`, with the run's options where it is the run's own."""
+    own = self.config.order
+    return orders_lib.make(name, **(own.options() if name == own.name else {}))
+
   def _rule(self, temperature: float, top_p: float) -> sampling.SamplingRule:
     return sampling.SamplingRule(temperature, top_p, self.tokenizer.vocab_size)
 
+  @property
+  def generation_order(self) -> str:
+    """Name of the orders that `sample` generates in."""
+    name = self.config.order.name
+    return 'uniform' if name == 'mixture' else name
+
   def sample(self, num_samples: int = 1, steps: int = 0, temperature: float = 1.0,
              top_p: float = 1.0, seed: int = 0) -> list[str]:
-    """Draws texts of the full context length, each in its own uniformly random order.
+    """Draws texts of the full context length.
+
+    Each text has its own uniformly random order; a run trained on one kind of order alone
+    (left_to_right, fixed, blockwise) generates in that.
 
     Args:
       num_samples: texts.
@@ -83,8 +99,9 @@ class LanguageModel:
       UserError: for an impossible option.
     """
     check(num_samples >= 1, 'num_samples', num_samples, 'must be at least 1')
+    config_lib.check_seed('seed', seed)
     length = self.model.config.context_length
-    order = orders_lib.make('uniform').sample(
+    order = self._order(self.generation_order).sample(
         keys.stream_key(seed, 'order'), num_samples, length)
     tokens = sampling.generate(self.model, keys.stream_key(seed, 'sample'), order, steps=steps,
                                rule=self._rule(temperature, top_p))
@@ -106,6 +123,7 @@ class LanguageModel:
       UserError: for a template without a hole, one longer than the context, or a bad option.
     """
     check(num_samples >= 1, 'num_samples', num_samples, 'must be at least 1')
+    config_lib.check_seed('seed', seed)
     tokens, known = parse_template(template, self.tokenizer,
                                    self.model.config.context_length)
     length, num_known = len(tokens), int(known.sum())
@@ -137,13 +155,15 @@ class LanguageModel:
 
     Args:
       texts: each 1 to context_length tokens.
-      order: a name that `orders.make` knows.
+      order: a name that `orders.make` knows; the run's own has the run's options.
       seed: of a random order; text i depends on (seed, i).
 
     Raises:
       UserError: for an empty or too long text or an unknown order.
     """
-    distribution = orders_lib.make(order)
+    check(not isinstance(texts, str), 'texts', texts, 'must be a list of texts, not one text')
+    config_lib.check_seed('seed', seed)
+    distribution = self._order(order)
     key, length = keys.stream_key(seed, 'eval'), self.model.config.context_length
     rows = []
     for i, text in enumerate(texts):
@@ -184,13 +204,16 @@ def load(path: str | pathlib.Path, ema: bool = True) -> LanguageModel:
   if not steps:
     raise UserError(f'{directory}: no finished checkpoint yet')
   step = steps[-1] if step is None else step
-  checkpoints.read_manifest(directory, step)
+  tokenizer = tokenizers.load_tokenizer(run / 'tokenizer.model')
+  expected = checkpoints.read_manifest(directory, step).get('tokenizer_fingerprint')
+  if tokenizer.fingerprint != expected:
+    raise UserError(f'{run / "tokenizer.model"}: is not the tokenizer that this run was trained '
+                    f'with (sha256 {tokenizer.fingerprint}, expected {expected}); restore the file')
   graphdef, abstract = nnx.split(nnx.eval_shape(lambda: AOGPT(config.model, rngs=nnx.Rngs(0))))
   device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device),
                           nnx.to_pure_dict(abstract))
   params = checkpoints.restore_params(directory, step, abstract, ema)
-  tokenizer = tokenizers.load_tokenizer(run / 'tokenizer.model')
   return LanguageModel(nnx.merge(graphdef, params), tokenizer, config, step)
 
 

@@ -84,6 +84,13 @@ def main(argv: list[str]) -> None:
       job.run(config, workdir)
   except UserError as error:
     _fail(error)
+  except KeyboardInterrupt:
+    print('interrupted', file=sys.stderr)
+    sys.exit(130)
+  except OSError as error:
+    if error.errno is None:
+      raise
+    _fail(f'{error.filename or _WORKDIR.value}: {error.strerror}')  # a full disk, lost rights, …
 
 
 def cli() -> None:

@@ -1,10 +1,14 @@
 """A trained run in text: load, sample, infill, score."""
 
+import dataclasses
+
+import jax
 import numpy as np
 import pytest
 
 import aogpt_jax
 from aogpt_jax import config as config_lib, lm as lm_lib
+from aogpt_jax.config import Config, OrderConfig
 from aogpt_jax.errors import UserError
 from aogpt_jax.jobs import train
 
@@ -52,6 +56,8 @@ def test_samples_are_reproducible_and_of_the_tokenizer(lm):
   assert len(set(texts)) == 3
   for bad, message in (({'steps': 17}, 'steps=17: must be in 1..16'),
                        ({'temperature': -1.0}, 'temperature=-1.0'),
+                       ({'temperature': float('inf')}, 'must be finite'),
+                       ({'seed': 2**64}, 'seed=18446744073709551616'),
                        ({'top_p': 1.5}, 'top_p=1.5'), ({'num_samples': 0}, 'num_samples=0')):
     with pytest.raises(UserError, match=message):
       lm.sample(**({'num_samples': 1} | bad))
@@ -82,8 +88,10 @@ def test_a_template_becomes_known_tokens_and_holes(lm):
 
 @pytest.mark.parametrize(('template', 'message'), [
     ('no hole', 'has no hole; write <mask:k>'), ('', 'has no hole'),
-    ('<mask:0>', 'a hole must have at least 1 token'),
-    ('<mask:17>', 'has 17 tokens, more than the context_length=16')])
+    ('<mask:0>', 'a hole must have 1..16 tokens'), ('<mask:17>', 'a hole must have 1..16 tokens'),
+    ('<mask:99999999999999>', 'a hole must have 1..16'),
+    (f'<mask:{"9" * 5000}>', 'a hole must have 1..16'),
+    ('<mask:9><mask:8>', 'has 17 tokens, more than the context_length=16')])
 def test_infill_errors(lm, template, message):
   with pytest.raises(UserError, match=message):
     lm.infill(template)
@@ -103,3 +111,20 @@ def test_score_is_the_chain_rule_and_ignores_padding(lm):
   assert lm.score([text], order='uniform', seed=1) != lm.score([text], order='uniform', seed=2)
   with pytest.raises(UserError, match=r'texts\[1\]=.*has 0 tokens'):
     lm.score([text, ''])
+  with pytest.raises(UserError, match='must be a list of texts'):
+    lm.score(text)
+
+
+def test_a_run_of_one_order_generates_and_scores_in_it(lm):
+  """Not in orders that it never saw; a mixture is an any-order model."""
+  assert dataclasses.replace(lm, config=Config()).generation_order == 'uniform'
+  order = OrderConfig(name='fixed', permutation=tuple(range(15, -1, -1)))
+  fixed = dataclasses.replace(lm, config=dataclasses.replace(lm.config, order=order))
+  assert fixed.generation_order == 'fixed'
+  drawn = fixed._order('fixed').sample(jax.random.key(0), 1, 16)
+  np.testing.assert_array_equal(drawn[0], np.arange(15, -1, -1))
+  assert fixed.sample(1, seed=0) != lm.sample(1, seed=0)
+
+
+def test_a_tiny_temperature_is_greedy(lm):
+  assert lm.sample(2, temperature=1e-40) == lm.sample(2, temperature=0.0)

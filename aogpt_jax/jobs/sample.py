@@ -14,7 +14,8 @@ def show(lm: lm_lib.LanguageModel, options: SampleConfig) -> None:
   rule = dict(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
   if options.num_samples:
     length = lm.model.config.context_length
-    print(f'{options.num_samples} samples of {length} tokens, each generated in a random order in '
+    order = 'a random' if lm.generation_order == 'uniform' else lm.generation_order
+    print(f'{options.num_samples} samples of {length} tokens, each generated in {order} order in '
           f'{options.steps or length} steps (temperature {options.temperature}, '
           f'top-p {options.top_p}):\n')
     texts = lm.sample(options.num_samples, steps=options.steps, **rule)

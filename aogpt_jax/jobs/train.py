@@ -1,10 +1,14 @@
 """--mode=train: from a config and an empty (or interrupted) directory to a trained model."""
 
+import contextlib
+import fcntl
+import importlib.util
 import json
 import logging
 import os
 import pathlib
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,8 +35,7 @@ RUN_FILES = ('config.json', 'tokenizer.model', 'metrics.jsonl', 'tensorboard', '
              'evaluation.json', 'evaluation.md')
 
 
-def _open_workdir(config: Config, workdir: pathlib.Path, overwrite: bool) -> None:
-  """Makes the directory, or checks that it holds a run of the same config; writes nothing."""
+def _make_workdir(workdir: pathlib.Path) -> None:
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     probe = workdir / '.writable'
@@ -40,6 +43,10 @@ def _open_workdir(config: Config, workdir: pathlib.Path, overwrite: bool) -> Non
     probe.unlink()
   except OSError as error:
     raise UserError(f'--workdir={workdir}: cannot be written: {error.strerror}') from None
+
+
+def _check_workdir(config: Config, workdir: pathlib.Path, overwrite: bool) -> None:
+  """Checks that the directory is empty of runs, or holds one of the same config; or empties it."""
   if not (workdir / 'config.json').exists():
     foreign = [name for name in RUN_FILES if (workdir / name).exists()]
     if foreign:
@@ -59,6 +66,18 @@ def _open_workdir(config: Config, workdir: pathlib.Path, overwrite: bool) -> Non
                     'delete that run')
 
 
+@contextlib.contextmanager
+def _only_run(workdir: pathlib.Path) -> Iterator[None]:
+  """Holds the directory's lock; the system releases it however the process ends."""
+  with open(workdir / '.lock', 'a') as lock:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise UserError(f'--workdir={workdir}: another process is training here; wait for it, or '
+                      'choose another directory') from None
+    yield
+
+
 def _start_run(config: Config, tokenizer: tokenizers.SentencePieceTokenizer,
                workdir: pathlib.Path) -> None:
   """Writes config.json, which makes the directory a run, and then its tokenizer."""
@@ -76,6 +95,9 @@ def _check_before_work(config: Config) -> jax.sharding.Mesh:
         config.data.vocab_size <= config.model.vocab_size, 'model.vocab_size',
         config.model.vocab_size,
         f'must be at least the data.vocab_size={config.data.vocab_size} of the tokenizer')
+  if config.train.wandb_project and not importlib.util.find_spec('wandb'):
+    raise UserError(f'train.wandb_project={config.train.wandb_project!r}: wandb is not installed; '
+                    "pip install 'aogpt_jax[wandb]'")
   for spec in (config.data.train, config.data.validation):
     corpora.check_corpus(spec)
   mesh = sharding_lib.make_mesh(config.mesh)
@@ -155,35 +177,38 @@ def run(config: Config, workdir: pathlib.Path, overwrite: bool = False) -> None:
     UserError: for a bad config, corpus or directory, a damaged checkpoint, or a loss that is not
       finite. Nothing of an earlier run is lost, unless `overwrite` is set.
   """
-  with loop.StopRequest() as stop:
-    _run(config, workdir, overwrite, stop)
-
-
-def _run(config: Config, workdir: pathlib.Path, overwrite: bool, stop: loop.StopRequest) -> None:
   mesh = _check_before_work(config)
-  _open_workdir(config, workdir, overwrite)
-  print(f'Config:\n{config_lib.to_json(config)}', flush=True)
+  _make_workdir(workdir)
+  lock = _only_run(workdir) if jax.process_index() == 0 else contextlib.nullcontext()
+  with lock, loop.StopRequest() as stop:
+    _check_workdir(config, workdir, overwrite)
+    print(f'Config:\n{config_lib.to_json(config)}', flush=True)
+    _run(config, workdir, mesh, stop)
+
+
+def _run(config: Config, workdir: pathlib.Path, mesh: jax.sharding.Mesh, stop: loop.StopRequest,
+         ) -> None:
   tokenizer = _tokenizer(config, workdir)
   data_directory = config.data.directory or workdir / 'data'
   length = config.model.context_length
   train = data.prepare(data_directory, config.data.train, tokenizer, length)
   validation = data.prepare(data_directory, config.data.validation, tokenizer, length)
-  _start_run(config, tokenizer, workdir)
-
   recipe = step_lib.make_recipe(config)
   directory = workdir / 'checkpoints'
   data_state = {'corpus_fingerprint': train.corpus_fingerprint,
                 'tokenizer_fingerprint': train.tokenizer_fingerprint}
   state, shardings = _start_state(recipe, mesh, directory, data_state)
   start = int(state.step)
-  num_params = sum(p.size for p in jax.tree.leaves(state.params))
-  log.info('%s parameters; %s training blocks of %d tokens; mesh %s', f'{num_params:,}',
-               f'{train.num_blocks:,}', length, dict(mesh.shape))
   validation_blocks = data.open_blocks(validation)
   estimate = _evaluators(config, recipe, mesh, shardings.params, validation_blocks)
   batches = data.train_batches(
       data.open_blocks(train), config.train.batch_size, config.seed, start=start,
       process_index=jax.process_index(), process_count=jax.process_count())
+  num_params = sum(p.size for p in jax.tree.leaves(state.params))
+  log.info('%s parameters; %s training blocks of %d tokens; mesh %s', f'{num_params:,}',
+           f'{train.num_blocks:,}', length, dict(mesh.shape))
+  # Only here, after every check: a start that failed must not bind the directory to its mistake.
+  _start_run(config, tokenizer, workdir)
   writer = metrics.MetricWriter(config, workdir, start)
   try:
     batch_sharding = sharding_lib.batch_sharding(mesh)
@@ -213,7 +238,7 @@ def _finish(config: Config, workdir: pathlib.Path, state: step_lib.TrainState, e
   (workdir / 'evaluation.md').write_text(table + '\n')
   (workdir / 'evaluation.json').write_text(json.dumps(
       {'step': int(state.step), 'unigram_nats_per_token': unigram,
-       'estimates': [vars(e) for e in estimates]}, indent=2) + '\n')
+       'estimates': [evaluation.as_json(e) for e in estimates]}, indent=2) + '\n')
   print(f'\nValidation ({config.data.validation}, EMA weights, step {int(state.step)})\n')
   print(table + '\n')
   sample.show(lm_lib.load(workdir), config.sample)

@@ -21,7 +21,8 @@ class SamplingRule(NamedTuple):
 
   def validate(self) -> 'SamplingRule':
     """Returns itself; raises UserError for an impossible value."""
-    check(self.temperature >= 0, 'temperature', self.temperature, 'must be at least 0 (greedy)')
+    check(0 <= self.temperature < float('inf'), 'temperature', self.temperature,
+          'must be finite and at least 0 (greedy)')
     check(0 <= self.top_p <= 1, 'top_p', self.top_p, 'must be in [0, 1]')
     check(self.num_ids >= 0, 'num_ids', self.num_ids, 'must be at least 0 (every id)')
     return self
@@ -57,7 +58,9 @@ def transform(logits: jax.Array, rule: SamplingRule) -> jax.Array:
     logits = jnp.where(ids < rule.num_ids, logits, -jnp.inf)
   if rule.temperature == 0:
     return jnp.where(ids == logits.argmax(axis=-1, keepdims=True), 0.0, -jnp.inf)
-  logits = logits / rule.temperature
+  if rule.temperature != 1:
+    # Relative to the largest: a small temperature must end in greedy, not in inf.
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / rule.temperature
   if rule.top_p < 1:
     kept = nucleus_mask(jax.nn.softmax(logits, axis=-1), rule.top_p)
     logits = jnp.where(kept, logits, -jnp.inf)

@@ -59,8 +59,8 @@ def read_manifest(directory: pathlib.Path, step: int) -> dict[str, Any]:
     raise UserError(f'{path}: no finished checkpoint of step {step}; there are {steps or "none"}')
   try:
     manifest = json.loads((path / MANIFEST).read_text())
-    expected = manifest['sha256']
-  except (ValueError, KeyError):
+    expected = dict(manifest['sha256'])
+  except (ValueError, KeyError, TypeError):
     raise UserError(f'{path / MANIFEST}: damaged, not a manifest of a checkpoint; '
                     f'finished steps: {steps}') from None
   seen = _checksums(path)

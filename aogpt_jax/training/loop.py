@@ -19,19 +19,23 @@ log = logging.getLogger(__name__)
 
 
 class StopRequest:
-  """Within `with`, turns SIGTERM into a flag, so that a run told to stop saves first."""
+  """Within `with`, SIGTERM or Ctrl-C asks the run to save and end; a second Ctrl-C ends it now."""
 
   def __enter__(self) -> 'StopRequest':
     self.requested = False
-    self._previous = signal.signal(signal.SIGTERM, self._set)
+    self._previous = {s: signal.signal(s, self._set) for s in (signal.SIGTERM, signal.SIGINT)}
     return self
 
   def _set(self, signum, frame):
-    del signum, frame
+    del frame
+    if self.requested and signum == signal.SIGINT:
+      raise KeyboardInterrupt
     self.requested = True
+    log.info('asked to stop; Ctrl-C again ends the run without saving')
 
   def __exit__(self, *unused) -> None:
-    signal.signal(signal.SIGTERM, self._previous)
+    for signum, handler in self._previous.items():
+      signal.signal(signum, handler)
 
 
 class _Meter:

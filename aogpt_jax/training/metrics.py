@@ -1,5 +1,6 @@
 """What a run reports: progress, log lines, metrics.jsonl, TensorBoard, optionally W&B."""
 
+import hashlib
 import json
 import logging
 import os
@@ -54,11 +55,11 @@ def _truncate_after(path: pathlib.Path, step: int) -> None:
   if not path.exists():
     return
   kept = []
-  for line in path.read_text().splitlines():
+  for line in path.read_text(errors='replace').splitlines():
     try:
       if json.loads(line)['step'] <= step:
         kept.append(line + '\n')
-    except ValueError:  # the line that a kill cut short
+    except (ValueError, KeyError, TypeError):  # cut short by a kill, or not ours
       continue
   unfinished = path.with_suffix('.tmp')
   unfinished.write_text(''.join(kept))
@@ -85,7 +86,7 @@ class MetricWriter:
       import wandb
       self._wandb = wandb.init(project=config.train.wandb_project, name=workdir.name,
                                dir=str(workdir), config=flatten(config), resume='allow',
-                               id=workdir.name)
+                               id=hashlib.sha256(str(workdir).encode()).hexdigest()[:16])
 
   def write(self, step: int, scalars: dict[str, float]) -> None:
     """Records scalars at a step (updates done)."""

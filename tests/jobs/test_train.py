@@ -10,11 +10,11 @@ import sys
 import numpy as np
 import pytest
 
-from aogpt_jax import config as config_lib
+from aogpt_jax import config as config_lib, lm as lm_lib
 from aogpt_jax.data import tokenizers
 from aogpt_jax.errors import UserError
 from aogpt_jax.jobs import train as train_job
-from aogpt_jax.training import checkpoints
+from aogpt_jax.training import checkpoints, metrics
 
 TEXT = 'The quick brown fox jumps over the lazy dog.\nPack my box with five dozen liquor jugs.\n'
 
@@ -149,7 +149,7 @@ def test_another_config_is_refused(corpus, straight):
   with pytest.raises(UserError, match=r'optimizer\.learning_rate: 0\.01 -> 0\.02'):
     train_job.run(make_config(corpus, optimizer=dict(learning_rate=0.02)), straight)
   # num_steps may grow, but here it also moves the end of the cosine.
-  with pytest.raises(UserError, match=r'optimizer\.decay_steps: 20 -> 30'):
+  with pytest.raises(UserError, match=r'train\.num_steps: 20 -> 30, .*decay_steps=20 to keep it'):
     train_job.run(make_config(corpus, train=dict(num_steps=30)), straight)
   assert checkpoints.finished_steps(straight / 'checkpoints') == [18, 20]
 
@@ -200,6 +200,64 @@ def test_a_start_killed_while_packing_starts_anew(corpus, tmp_path, monkeypatch)
   assert tokenizers.load_tokenizer(tmp_path / 'tokenizer.model').vocab_size == 289
 
 
+def test_a_start_that_fails_does_not_bind_the_directory(corpus, tmp_path):
+  """More rows than blocks is only known once the data is packed; the corrected command works."""
+  with pytest.raises(UserError, match='fewer than global_batch = 8192'):
+    train_job.run(make_config(corpus, train=dict(batch_size=8192)), tmp_path)
+  train_job.run(make_config(corpus, train=dict(num_steps=1)), tmp_path)
+
+
+def test_two_runs_in_one_directory(corpus, tmp_path):
+  """The second is refused at once and touches nothing; afterwards the directory is free."""
+  with train_job._only_run(tmp_path), pytest.raises(UserError, match='another process is training'):
+    train_job.run(make_config(corpus), tmp_path)
+  assert [path.name for path in tmp_path.iterdir()] == ['.lock']
+  train_job.run(make_config(corpus, train=dict(num_steps=1)), tmp_path)
+
+
+def test_a_lost_tokenizer_is_not_replaced_by_another(tmp_path):
+  """On a changed corpus a new one would be trained: refused before it is written."""
+  text = tmp_path / 'text.txt'
+  text.write_text(TEXT * 40)
+  config, workdir = make_config(f'files:{text}', train=dict(num_steps=1)), tmp_path / 'run'
+  train_job.run(config, workdir)
+  (workdir / 'tokenizer.model').unlink()
+  text.write_text(TEXT[::-1] * 40)
+  with pytest.raises(UserError, match='was trained on corpus_fingerprint='):
+    train_job.run(config, workdir)
+  text.write_text(TEXT * 40)
+  train_job.run(config, workdir)  # the advice of the message works
+
+
+def test_sampling_refuses_another_tokenizer(corpus, tmp_path):
+  train_job.run(make_config(corpus, train=dict(num_steps=1)), tmp_path)
+  other = tokenizers.train_sentencepiece([TEXT[::-1] * 40], 290)
+  other.save(tmp_path / 'tokenizer.model')
+  with pytest.raises(UserError, match='is not the tokenizer that this run was trained with'):
+    lm_lib.load(tmp_path)
+
+
+def test_evaluation_json_is_json(straight):
+  refuse = lambda name: pytest.fail(f'{name} is no JSON')
+  result = json.loads((straight / 'evaluation.json').read_text(), parse_constant=refuse)
+  assert result['estimates'][0]['error_over_orders'] is None
+  assert result['estimates'][1]['perplexity'] > 1
+
+
+def test_wandb_that_is_not_installed(corpus, tmp_path, monkeypatch):
+  monkeypatch.setattr(train_job.importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(UserError, match=r'wandb_project=.*pip install'):
+    train_job.run(make_config(corpus, train=dict(wandb_project='x')), tmp_path)
+
+
+@pytest.mark.parametrize('line', ['null', '[1]', '{"a": 1}', '{"step": 1, "x"', '\x00'])
+def test_strange_lines_of_metrics_are_dropped(tmp_path, line):
+  path = tmp_path / 'metrics.jsonl'
+  path.write_bytes(f'{{"step": 1}}\n{line}\n'.encode() + b'\xff\xfe\n{"step": 3}\n')
+  metrics._truncate_after(path, 2)
+  assert path.read_text() == '{"step": 1}\n'
+
+
 def test_only_unfinished_saves_are_removed(tmp_path):
   for name in ('00000003', '00000004.orbax-checkpoint-tmp', 'best'):
     (tmp_path / name).mkdir()
@@ -207,7 +265,8 @@ def test_only_unfinished_saves_are_removed(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ['best']
 
 
-def test_sigterm_saves_and_exits_with_0(corpus, tmp_path):
+@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_with_0(corpus, tmp_path, signum):
   """The signal arrives in mid-run; the step it was at is saved, and the run goes on from there."""
   config = make_config(corpus, train=dict(num_steps=100_000, checkpoint_every=0))
   path, workdir = tmp_path / 'run.json', tmp_path / 'run'
@@ -225,7 +284,7 @@ def test_sigterm_saves_and_exits_with_0(corpus, tmp_path):
         break
       except subprocess.TimeoutExpired:
         continue
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signum)
     output, _ = process.communicate(timeout=60)
   finally:
     process.kill()

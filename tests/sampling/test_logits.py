@@ -98,7 +98,7 @@ def test_tail_has_its_mass():
 
 
 @pytest.mark.parametrize(('rule', 'message'), [
-    (SamplingRule(temperature=-0.1), 'temperature=-0.1: must be at least 0'),
+    (SamplingRule(temperature=-0.1), 'temperature=-0.1: must be finite and at least 0'),
     (SamplingRule(top_p=1.1), r'top_p=1.1: must be in \[0, 1\]'),
     (SamplingRule(num_ids=-1), 'num_ids=-1')])
 def test_errors(rule, message):
