@@ -13,7 +13,11 @@ import ml_collections
 
 from aogpt_jax.errors import UserError, nearest
 
-POSITION_ENCODINGS = ('learned', 'target_rotary')
+POSITION_ENCODINGS = {'decoder': ('learned', 'target_rotary'), 'encoder': ('learned', 'rotary')}
+INJECTIONS = ('adaln', 'input', 'every_block', 'every_block_distinct', 'none')
+NORMS = ('rmsnorm', 'layernorm')
+INITIALIZERS = ('truncated_normal', 'normal')
+MASKINGS = ('linear', 'cosine', 'count')
 DTYPES = ('float32', 'bfloat16')
 ORDERS = ('left_to_right', 'uniform', 'mixture', 'fixed', 'blockwise')
 INNER_ORDERS = ('fixed', 'random')
@@ -50,19 +54,26 @@ def _check_within(config: Any, section: str, low: float, high: float, *names: st
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """Shape of the decoder (paper section 2, Table 4: the defaults are AO-GPT small)."""
+  """Shape of the model (paper section 2, Table 4: the defaults are AO-GPT small)."""
 
+  architecture: str = 'decoder'  # or encoder: the masked diffusion baseline, full attention
   vocab_size: int = 50304  # ids the model knows; at least the tokenizer's, often padded to 64
   context_length: int = 1024  # n, the longest sequence in tokens
   num_layers: int = 12
   num_heads: int = 12
   embed_dim: int = 768  # d, width of the residual stream; the MLP is 4d wide
-  condition_dim: int = 128  # width of the target-position table that drives AdaLN
+  target_injection: str = 'adaln'  # where the target position enters (paper Figure 5), see Block
+  condition_dim: int = 128  # adaln: width of the target table; the other injections use d
   position_encoding: str = 'learned'  # or target_rotary: queries rotate by target, keys by position
-  rotary_base: float = 10000.0  # used by target_rotary alone
-  use_bias: bool = False  # biases of qkv, attention projection and MLP; AdaLN and head keep theirs
+  rotary_base: float = 10000.0  # used by target_rotary, and by rotary of an encoder
+  norm: str = 'rmsnorm'  # or layernorm, which has biases if use_bias
+  qk_norm: bool = True  # norm of queries and keys, of the same kind
+  use_bias: bool = False  # of qkv, attention projection, MLP, layernorm; AdaLN always has its own
+  head_bias: bool = True
+  tie_embeddings: bool = False  # the head is the token embedding, without bias
   dropout_rate: float = 0.0
-  init_std: float = 0.02  # truncated normal; 0.02 * sqrt(768 / d) suits small widths
+  initializer: str = 'truncated_normal'  # cut at 3 std; or normal
+  init_std: float = 0.02  # of the initialiser; 0.02 * sqrt(768 / d) suits small widths
   gate_init: float = 0.0  # initial bias of the AdaLN gates; 0 as the reference, 1 starts faster
   dtype: str = 'float32'  # of matmul inputs; weights, norms, softmax and loss stay float32
   scan_layers: bool = True  # one compiled layer run in a loop, or all layers unrolled
@@ -73,22 +84,44 @@ class ModelConfig:
     _check_at_least(self, 'model', 1, 'embed_dim', 'condition_dim')
     _check_at_least(self, 'model', 0, 'loss_chunk')
     _check_within(self, 'model', 0, 1, 'dropout_rate')
-    check_choice('model.position_encoding', self.position_encoding, POSITION_ENCODINGS)
+    check_choice('model.architecture', self.architecture, tuple(POSITION_ENCODINGS))
+    check_choice('model.target_injection', self.target_injection, INJECTIONS)
+    check_choice('model.norm', self.norm, NORMS)
+    check_choice('model.initializer', self.initializer, INITIALIZERS)
     check_choice('model.dtype', self.dtype, DTYPES)
     check(self.init_std > 0, 'model.init_std', self.init_std, 'must be positive')
     check(self.rotary_base > 1, 'model.rotary_base', self.rotary_base, 'must be above 1')
+    check(not (self.tie_embeddings and self.head_bias), 'model.head_bias', self.head_bias,
+          'must be False with model.tie_embeddings=True: a tied head has no bias')
+    self._check_positions()
     if self.embed_dim % self.num_heads:
       valid = [h for h in range(1, self.embed_dim + 1) if self.embed_dim % h == 0]
       best = min(valid, key=lambda h: abs(h - self.num_heads))
       check(False, 'model.num_heads', self.num_heads,
             f'must divide model.embed_dim={self.embed_dim}; the nearest that does is {best}')
-    if self.position_encoding == 'target_rotary':
+    if self.position_encoding != 'learned':
       check(self.head_dim % 2 == 0, 'model.num_heads', self.num_heads,
-            f'target_rotary needs an even head width, but embed_dim/num_heads={self.head_dim}')
+            f'{self.position_encoding} needs an even head width, but '
+            f'embed_dim/num_heads={self.head_dim}')
+
+  def _check_positions(self):
+    encodings = POSITION_ENCODINGS[self.architecture]
+    check(self.position_encoding in encodings, 'model.position_encoding', self.position_encoding,
+          f'not one of {encodings}, those of architecture={self.architecture!r}'
+          f'{nearest(self.position_encoding, encodings)}')
+    if self.architecture == 'encoder':
+      check(self.target_injection == 'none', 'model.target_injection', self.target_injection,
+            "must be 'none' with model.architecture='encoder': every item is its own target")
 
   @property
   def head_dim(self) -> int:
     return self.embed_dim // self.num_heads
+
+  @property
+  def knows_target(self) -> bool:
+    """Whether the model is told which position comes next, as orders that vary need."""
+    return (self.architecture == 'encoder' or self.target_injection != 'none'
+            or self.position_encoding == 'target_rotary')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +142,12 @@ class OrderConfig:
     check_seed('order.seed', self.seed)
     _check_at_least(self, 'order', 1, 'block_size')
 
+  @property
+  def varies(self) -> bool:
+    """Whether two rows can have different orders."""
+    return (self.name in ('uniform', 'mixture')
+            or (self.name == 'blockwise' and self.inner == 'random'))
+
   def options(self) -> dict[str, Any]:
     """The keyword arguments of `orders.make` that this distribution reads."""
     names = {
@@ -117,6 +156,16 @@ class OrderConfig:
         'blockwise': ('block_size', 'inner', 'seed', 'permutation'),
     }.get(self.name, ())
     return {name: getattr(self, name) for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffusionConfig:
+  """Loss of an encoder: how masks are drawn; see `aogpt_jax.masks`."""
+
+  masking: str = 'linear'  # ratio t (the λ-denoising form), 'cosine' in t, or 'count': exact counts
+
+  def __post_init__(self):
+    check_choice('diffusion.masking', self.masking, MASKINGS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +278,7 @@ class Config:
   seed: int = 0
   model: ModelConfig = ModelConfig()
   order: OrderConfig = OrderConfig()
+  diffusion: DiffusionConfig = DiffusionConfig()
   data: DataConfig = DataConfig()
   optimizer: OptimizerConfig = OptimizerConfig()
   train: TrainConfig = TrainConfig()
@@ -241,6 +291,15 @@ class Config:
     check(self.sample.steps <= self.model.context_length, 'sample.steps', self.sample.steps,
           f'must be at most model.context_length={self.model.context_length}')
     order = self.order
+    if self.model.architecture == 'encoder':
+      check(order.name == 'uniform', 'order.name', order.name,
+            "must be 'uniform' with model.architecture='encoder': its loss is the masked-diffusion "
+            'bound, an average over all orders')
+    if not self.model.knows_target:
+      check(not order.varies, 'order.name', order.name,
+            f'{"with order.inner=random " if order.name == "blockwise" else ""}varies from row to '
+            'row, but model.target_injection=\'none\' does not tell the model the next position; '
+            'choose left_to_right, or another target_injection')
     if order.name == 'blockwise':
       check(self.model.context_length % order.block_size == 0, 'order.block_size',
             order.block_size, f'must divide model.context_length={self.model.context_length}')

@@ -19,7 +19,8 @@ AXES = ('data', 'fsdp', 'tensor')
 RULES = (
     (r'token_embedding/embedding', P('tensor', 'fsdp')),
     (r'position_embedding/embedding|none_embedding/embedding', P(None, 'fsdp')),
-    (r'target_embedding/embedding', P(None, None)),
+    (r'blocks/target_embedding/embedding', P(None, None, 'fsdp')),  # L, n, d
+    (r'target_embedding/embedding', P(None, 'fsdp')),
     (r'attention/qkv/kernel', P(None, 'fsdp', None, 'tensor', None)),  # L, d, 3, H, K
     (r'attention/qkv/bias', P(None, None, 'tensor', None)),
     (r'attention/out/kernel', P(None, 'tensor', None, 'fsdp')),  # L, H, K, d

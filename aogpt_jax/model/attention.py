@@ -1,4 +1,4 @@
-"""The one attention: causal over items in generation order, or over a cache by an explicit mask.
+"""The one attention: causal over items in generation order, full, or over a cache by a mask.
 
 Axes: B batch, T new items, S cached items, H heads, K head width.
 """
@@ -42,18 +42,20 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
   return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, past: Past | None) -> jax.Array:
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, past: Past | None,
+           causal: bool = True) -> jax.Array:
   """Softmax attention with scale 1/sqrt(K); scores and softmax in float32.
 
   Args:
     query, key, value: (B, T, H, K) of the new items.
-    past: None for plain causal attention among the new items; else the cache and its masks.
+    past: None for attention among the new items; else the cache and its masks.
+    causal: without `past`, whether item t sees only the items up to t, or all of them.
 
   Returns:
     (B, T, H, K) in the dtype of `value`.
   """
   if past is None:
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    return jax.nn.dot_product_attention(query, key, value, is_causal=causal)
   # Two score blocks under one softmax: concatenating the cache itself would copy it at every step.
   scores = jnp.concatenate([
       _scores(query, past.key, past.cached_visible),

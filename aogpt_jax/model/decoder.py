@@ -1,6 +1,6 @@
 """AO-GPT: a decoder over items (token, own position, target position).
 
-Axes: B batch, n tokens of a sequence, T items, P = context_length, L layers, d width, V vocabulary.
+Axes: B batch, n tokens of a sequence, T items, P = context_length, d width, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,8 @@ from flax import nnx
 from aogpt_jax.config import ModelConfig
 from aogpt_jax.errors import UserError
 from aogpt_jax.model.attention import Past
-from aogpt_jax.model.layers import Block, linear, modulate, normal, rms_norm
+from aogpt_jax.model.layers import Block, embedding, linear, modulate
+from aogpt_jax.model.stack import Stack
 
 NONE_POSITION = -1  # own position of the item before the first token, [NONE]
 
@@ -31,14 +32,14 @@ class Items(NamedTuple):
 
 
 class Unstacked(NamedTuple):
-  """The layers taken out of the stack, and all modulation tables: made once a generation call.
+  """The layers taken out of the stack, and all tables of targets: made once a generation call.
 
-  blocks: one module a layer. tables: (P, 6, d) a layer. final_table: (P, 2, d).
+  blocks: one module a layer. tables: `Block.table` of each. final_table: (P, 2, d), adaln only.
   """
 
   blocks: list[Block]
-  tables: list[jax.Array]
-  final_table: jax.Array
+  tables: list[jax.Array | None]
+  final_table: jax.Array | None
 
 
 def make_items(generated: jax.Array, orders: jax.Array) -> Items:
@@ -52,27 +53,19 @@ def make_items(generated: jax.Array, orders: jax.Array) -> Items:
   return Items(shift(generated, 0), shift(orders, NONE_POSITION), orders)
 
 
-class AOGPT(nnx.Module):
-  """The AdaLN decoder of paper section 2.
-
-  Layers are stored stacked: every parameter of `blocks` has a leading axis L.
-  """
+class AOGPT(Stack):
+  """The decoder of paper section 2; AO-GPT, σ-GPT and a left-to-right GPT are configs of it."""
 
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    d, init = config.embed_dim, normal(config.init_std)
-    embed = lambda rows, width: nnx.Embed(rows, width, embedding_init=init, dtype=jnp.float32,
-                                          param_dtype=jnp.float32, rngs=rngs)
-    self.config = config
-    self.token_embedding = embed(config.vocab_size, d)
-    self.position_embedding = embed(config.context_length + 1, d)  # row 0 is [NONE]'s
-    self.target_embedding = embed(config.context_length, config.condition_dim)
-    self.none_embedding = embed(1, d)
-    self.blocks = nnx.vmap(lambda r: Block(config, r), in_axes=0, out_axes=0)(
-        rngs.split(config.num_layers))
-    self.final_norm = rms_norm(d, rngs)
-    self.final_modulation = linear(config, config.condition_dim, (2, d), rngs=rngs)
-    self.head = linear(config, d, config.vocab_size, rngs=rngs)
-    self.dropout = nnx.Dropout(config.dropout_rate)
+    super().__init__(config, config.vocab_size, rngs=rngs)
+    d, n = config.embed_dim, config.context_length
+    self.position_embedding = embedding(config, n + 1, d, rngs=rngs)  # row 0 is [NONE]'s
+    self.none_embedding = embedding(config, 1, d, rngs=rngs)
+    if config.target_injection == 'adaln':
+      self.target_embedding = embedding(config, n, config.condition_dim, rngs=rngs)
+      self.final_modulation = linear(config, config.condition_dim, (2, d), rngs=rngs)
+    elif config.target_injection in ('input', 'every_block'):
+      self.target_embedding = embedding(config, n, d, rngs=rngs)
 
   def __call__(self, tokens: jax.Array, orders: jax.Array,
                key: jax.Array | None = None) -> jax.Array:
@@ -96,52 +89,40 @@ class AOGPT(nnx.Module):
     """As `__call__`, without the head: (B, n, d) in generation order."""
     if tokens.shape != orders.shape:
       raise UserError(f'tokens {tokens.shape} and orders {orders.shape} must have one shape (B, n)')
-    if tokens.shape[1] > self.config.context_length:
-      raise UserError(f'tokens of length {tokens.shape[1]}: the context_length of this model is '
-                      f'{self.config.context_length}')
+    self.check_length(tokens.shape[1])
     items = make_items(jnp.take_along_axis(tokens, orders, axis=1), orders)
-    embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
-    x = self.dropout(self.embed(items), deterministic=key is None, rngs=embed_key)
-    return self.finish(self._run_blocks(x, items, blocks_key), items.target, self.final_table())
+    x = self.run_blocks(self.embed(items), items.position, items.target, self._condition(), key)
+    return self.finish(x, items.target, self.final_table())
 
-  def _run_blocks(self, x: jax.Array, items: Items, key: jax.Array | None) -> jax.Array:
-    graphdef, stacked = nnx.split(self.blocks)
-    condition = self.target_embedding.embedding[...]
-
-    def run(x, layer):
-      state, layer_key = layer
-      block = nnx.merge(graphdef, state)
-      x, _ = block(x, block.table(condition), items.position, items.target, key=layer_key)
-      return x, None
-
-    num_layers = self.config.num_layers
-    layer_keys = None if key is None else jax.random.split(key, num_layers)
-    unroll = 1 if self.config.scan_layers else num_layers
-    return jax.lax.scan(run, x, (stacked, layer_keys), unroll=unroll)[0]
+  def _condition(self) -> jax.Array | None:
+    """The target table (P, c) that all blocks share, if there is one."""
+    has_table = self.config.target_injection in ('adaln', 'input', 'every_block')
+    return self.target_embedding.embedding[...] if has_table else None
 
   def embed(self, items: Items) -> jax.Array:
-    """Sum of token (or [NONE]) and position embeddings, (B, T, d) float32."""
+    """Sum of token (or [NONE]), position and, if injected here, target: (B, T, d) float32."""
     is_none = (items.position == NONE_POSITION)[..., None]
     token = jnp.where(is_none, self.none_embedding.embedding[0], self.token_embedding(items.token))
-    return token + self.position_embedding(items.position + 1)
+    x = token + self.position_embedding(items.position + 1)
+    return x + self._condition()[items.target] if self.config.target_injection == 'input' else x
 
-  def final_table(self) -> jax.Array:
-    """Modulation vectors of the final norm for every target position, (P, 2, d)."""
-    return self.final_modulation(jax.nn.silu(self.target_embedding.embedding[...]))
+  def final_table(self) -> jax.Array | None:
+    """adaln: modulation vectors of the final norm for every target position, (P, 2, d)."""
+    if self.config.target_injection != 'adaln':
+      return None
+    return self.final_modulation(jax.nn.silu(self._condition()))
 
-  def finish(self, x: jax.Array, target: jax.Array, final_table: jax.Array) -> jax.Array:
-    """The modulated final norm: (B, T, d) and (B, T) -> (B, T, d) float32."""
-    shift, scale = jnp.moveaxis(final_table[target].astype(jnp.float32), 2, 0)
-    return modulate(self.final_norm(x), shift, scale)
-
-  def logits(self, hidden: jax.Array) -> jax.Array:
-    """The head: (..., d) -> (..., V) float32."""
-    return self.head(hidden).astype(jnp.float32)
+  def finish(self, x: jax.Array, target: jax.Array, final_table: jax.Array | None) -> jax.Array:
+    """The final norm, modulated by `final_table`: (B, T, d) and (B, T) -> (B, T, d) float32."""
+    x = self.final_norm(x)
+    if final_table is None:
+      return x
+    return modulate(x, *jnp.moveaxis(final_table[target].astype(jnp.float32), 2, 0))
 
   def unstack(self) -> Unstacked:
-    """Takes the layers out of the stack and computes their modulation tables."""
+    """Takes the layers out of the stack and computes their tables of targets."""
     graphdef, stacked = nnx.split(self.blocks)
-    condition = self.target_embedding.embedding[...]
+    condition = self._condition()
     blocks = [nnx.merge(graphdef, jax.tree.map(lambda p, i=i: p[i], stacked))
               for i in range(self.config.num_layers)]
     return Unstacked(blocks, [block.table(condition) for block in blocks], self.final_table())

@@ -13,9 +13,17 @@ from aogpt_jax.config import ModelConfig
 from aogpt_jax.model import attention
 
 
-def normal(std: float) -> jax.nn.initializers.Initializer:
-  """Truncated normal, cut at 3 std, variance not corrected (reference initialisation)."""
+def initializer(config: ModelConfig, std: float) -> jax.nn.initializers.Initializer:
+  """Normal, or truncated at 3 std with the variance not corrected (as AO-GPT's reference)."""
+  if config.initializer == 'normal':
+    return jax.nn.initializers.normal(std)
   return jax.nn.initializers.truncated_normal(std, lower=-3.0, upper=3.0)
+
+
+def embedding(config: ModelConfig, rows: int, width: int, *, rngs: nnx.Rngs) -> nnx.Embed:
+  """A table (rows, width) float32."""
+  return nnx.Embed(rows, width, embedding_init=initializer(config, config.init_std),
+                   dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -63,14 +71,19 @@ def linear(config: ModelConfig, in_features: int | tuple[int, ...],
   std = config.init_std / (2 * config.num_layers) ** 0.5 if residual else config.init_std
   axis = tuple(range(-len(in_features), 0)) if isinstance(in_features, tuple) else -1
   return nnx.LinearGeneral(
-      in_features, out_features, axis=axis, use_bias=bias, kernel_init=normal(std),
-      bias_init=bias_init, dtype=jnp.dtype(config.dtype), param_dtype=jnp.float32,
+      in_features, out_features, axis=axis, use_bias=bias,
+      kernel_init=initializer(config, std), bias_init=bias_init,
+      dtype=jnp.dtype(config.dtype), param_dtype=jnp.float32,
       dot_general=_dot_general, rngs=rngs)
 
 
-def rms_norm(features: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
-  """RMSNorm with learned scale, computed and returned in float32."""
-  return nnx.RMSNorm(features, epsilon=1e-5, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
+def make_norm(config: ModelConfig, features: int, *, rngs: nnx.Rngs) -> nnx.RMSNorm | nnx.LayerNorm:
+  """The norm of config.norm with learned scale, eps 1e-5, computed and returned in float32."""
+  options = dict(epsilon=1e-5, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
+  if config.norm == 'rmsnorm':
+    return nnx.RMSNorm(features, **options)
+  # The variance as mean (x - mean)^2: E x^2 - mean^2 loses digits.
+  return nnx.LayerNorm(features, use_bias=config.use_bias, use_fast_variance=False, **options)
 
 
 def modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
@@ -79,14 +92,15 @@ def modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 class Attention(nnx.Module):
-  """Multi-head attention with qk-norm; target_rotary turns queries by target, keys by position."""
+  """Multi-head attention; a decoder's is causal over items, an encoder's sees every item."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     heads = (config.num_heads, config.head_dim)
     self.config = config
     self.qkv = linear(config, config.embed_dim, (3, *heads), bias=config.use_bias, rngs=rngs)
-    self.q_norm = rms_norm(config.head_dim, rngs)
-    self.k_norm = rms_norm(config.head_dim, rngs)
+    if config.qk_norm:
+      self.q_norm = make_norm(config, config.head_dim, rngs=rngs)
+      self.k_norm = make_norm(config, config.head_dim, rngs=rngs)
     self.out = linear(config, heads, config.embed_dim, bias=config.use_bias, residual=True,
                       rngs=rngs)
 
@@ -96,12 +110,14 @@ class Attention(nnx.Module):
     config, dtype = self.config, jnp.dtype(self.config.dtype)
     qkv = self.qkv(x)
     query, key, value = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-    query, key = self.q_norm(query), self.k_norm(key)
-    if config.position_encoding == 'target_rotary':
+    if config.qk_norm:
+      query, key = self.q_norm(query), self.k_norm(key)
+    if config.position_encoding != 'learned':  # an encoder's targets are its positions
       query = attention.rotate(query, target, config.rotary_base)
       key = attention.rotate(key, position, config.rotary_base)
     query, key = query.astype(dtype), key.astype(dtype)
-    return self.out(attention.attend(query, key, value, past)), (key, value)
+    causal = config.architecture == 'decoder'
+    return self.out(attention.attend(query, key, value, past, causal)), (key, value)
 
 
 def _gate_bias(value: float) -> jax.nn.initializers.Initializer:
@@ -111,45 +127,77 @@ def _gate_bias(value: float) -> jax.nn.initializers.Initializer:
       value * is_gate, shape[0] // 6).astype(dtype)
 
 
+# (shift, scale, gate) of attention and of MLP for a block that is not modulated.
+PLAIN = (0.0, 0.0, 1.0) * 2
+
+
 class Block(nnx.Module):
-  """Attention and MLP, each behind a norm that the target position modulates (AdaLN)."""
+  """Attention and MLP, each behind a norm, in a residual stream.
+
+  config.target_injection says how the target position enters (paper Figure 5):
+    adaln: (b) it shifts, scales and gates both branches, through a linear layer of this block.
+    input: (a) not here: its embedding was added to the input of the first block (σ-GPT).
+    every_block: (c) one embedding, added to the input of every block.
+    every_block_distinct: (d) an embedding of this block's own, added to its input.
+    none: not at all: a left-to-right GPT, or an encoder.
+  """
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
     d = config.embed_dim
-    self.norm1 = rms_norm(d, rngs)
+    self.injection = config.target_injection
+    self.norm1 = make_norm(config, d, rngs=rngs)
     self.attention = Attention(config, rngs)
-    self.norm2 = rms_norm(d, rngs)
+    self.norm2 = make_norm(config, d, rngs=rngs)
     self.up = linear(config, d, 4 * d, bias=config.use_bias, rngs=rngs)
     self.down = linear(config, 4 * d, d, bias=config.use_bias, residual=True, rngs=rngs)
-    self.modulation = linear(config, config.condition_dim, (6, d),
-                             bias_init=_gate_bias(config.gate_init), rngs=rngs)
+    if self.injection == 'adaln':
+      self.modulation = linear(config, config.condition_dim, (6, d),
+                               bias_init=_gate_bias(config.gate_init), rngs=rngs)
+    if self.injection == 'every_block_distinct':
+      self.target_embedding = embedding(config, config.context_length, d, rngs=rngs)
     self.dropout = nnx.Dropout(config.dropout_rate)
 
-  def table(self, condition: jax.Array) -> jax.Array:
-    """Modulation vectors of every target position: (P, c) -> (P, 6, d).
+  def table(self, condition: jax.Array | None) -> jax.Array | None:
+    """What this block is told of every target position: one row each.
 
     They depend on the target alone, so a table with a gather replaces a linear layer over items.
-    """
-    return self.modulation(jax.nn.silu(condition))
 
-  def __call__(self, x: jax.Array, table: jax.Array, position: jax.Array, target: jax.Array,
+    Args:
+      condition: (P, c) the model's target embedding; (P, d) if every_block.
+
+    Returns:
+      adaln: (P, 6, d); every_block and every_block_distinct: (P, d); else None.
+    """
+    if self.injection == 'adaln':
+      return self.modulation(jax.nn.silu(condition))
+    if self.injection == 'every_block_distinct':
+      return self.target_embedding.embedding[...]
+    return condition if self.injection == 'every_block' else None
+
+  def _inject(self, x, table, target):
+    """Returns x with what is added to it, and (shift, scale, gate) of both branches."""
+    if table is None:
+      return x, PLAIN
+    rows = table[target].astype(jnp.float32)
+    return (x, jnp.moveaxis(rows, 2, 0)) if self.injection == 'adaln' else (x + rows, PLAIN)
+
+  def __call__(self, x: jax.Array, table: jax.Array | None, position: jax.Array, target: jax.Array,
                past: attention.Past | None = None, key: jax.Array | None = None,
                ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Runs the block over items.
 
     Args:
       x: (B, T, d) float32 residual stream.
-      table: (P, 6, d) from `table`.
+      table: from `table`.
       position: (B, T) int32 own positions, -1 for [NONE].
       target: (B, T) int32 positions to be generated.
-      past: None: causal over the items given.
+      past: None: attention over the items given.
       key: dropout key; None: no dropout.
 
     Returns:
       x (B, T, d) and this layer's keys and values, (B, T, H, K) each.
     """
-    shift1, scale1, gate1, shift2, scale2, gate2 = jnp.moveaxis(
-        table[target].astype(jnp.float32), 2, 0)
+    x, (shift1, scale1, gate1, shift2, scale2, gate2) = self._inject(x, table, target)
     key1, key2 = (None, None) if key is None else jax.random.split(key)
     drop = lambda y, k: self.dropout(y, deterministic=k is None, rngs=k)
     y, key_value = self.attention(modulate(self.norm1(x), shift1, scale1), position, target, past)

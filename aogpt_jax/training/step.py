@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from aogpt_jax import keys, objective, orders as orders_lib
+from aogpt_jax import keys, model as model_lib, objective, orders as orders_lib
 from aogpt_jax.config import Config
-from aogpt_jax.model import AOGPT
 from aogpt_jax.training import optimizer as optimizer_lib
 
 
@@ -37,7 +36,7 @@ class Recipe(NamedTuple):
 
 def make_recipe(config: Config) -> Recipe:
   """Builds model structure, optimiser and order distribution from the config; no arrays."""
-  abstract = nnx.eval_shape(lambda: AOGPT(config.model, rngs=nnx.Rngs(0)))
+  abstract = nnx.eval_shape(lambda: model_lib.make(config.model, rngs=nnx.Rngs(0)))
   return Recipe(config, nnx.graphdef(abstract), optimizer_lib.make_optimizer(config),
                 orders_lib.make(config.order.name, **config.order.options()))
 
@@ -45,7 +44,8 @@ def make_recipe(config: Config) -> Recipe:
 def init_state(recipe: Recipe) -> TrainState:
   """The state before the first update; a function of config.seed, to be run under jit."""
   key = keys.stream_key(recipe.config.seed, 'init')
-  params = nnx.to_pure_dict(nnx.state(AOGPT(recipe.config.model, rngs=nnx.Rngs(key)), nnx.Param))
+  model = model_lib.make(recipe.config.model, rngs=nnx.Rngs(key))
+  params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
   return TrainState(jnp.int32(0), params, jax.tree.map(jnp.copy, params),
                     recipe.optimizer.init(params))
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from aogpt_jax.config import ModelConfig
 from aogpt_jax.model import layers
 
 
@@ -23,11 +24,23 @@ def test_matmul_has_the_gradient_of_einsum(contracted, kernel_shape):
   chex.assert_trees_all_close((y, pullback(g)), (want, want_pullback(g)), rtol=1e-5, atol=1e-5)
 
 
-def test_rms_norm_divides_by_the_root_mean_square():
-  """x / sqrt(mean(x²) + 1e-5) * scale; the input is as small as the epsilon, so that it counts."""
+@pytest.mark.parametrize('kind', ['rmsnorm', 'layernorm', 'layernorm without bias'])
+def test_norms_are_the_formulas(kind):
+  """x / sqrt(mean(x²) + 1e-5) * scale, or of x - mean(x), plus a bias if biases are in use.
+
+  The input is as small as the epsilon, so that it counts.
+  """
+  config = ModelConfig(norm=kind.split()[0], use_bias='without' not in kind)
   x = 0.004 * jax.random.normal(jax.random.key(0), (3, 8))
-  norm = layers.rms_norm(8, nnx.Rngs(0))
+  norm = layers.make_norm(config, 8, rngs=nnx.Rngs(0))
   norm.scale[...] = jnp.arange(8.0)
   x64 = np.asarray(x, np.float64)
+  if kind != 'rmsnorm':
+    x64 = x64 - x64.mean(axis=-1, keepdims=True)
   want = x64 / np.sqrt((x64 ** 2).mean(axis=-1, keepdims=True) + 1e-5) * np.arange(8)
-  np.testing.assert_allclose(norm(x), want, rtol=1e-5)
+  if kind == 'layernorm':
+    norm.bias[...] = jnp.arange(8.0) - 3
+    want += np.arange(8) - 3
+  else:
+    assert getattr(norm, 'bias', None) is None
+  np.testing.assert_allclose(norm(x), want, rtol=1e-5, atol=1e-6)
