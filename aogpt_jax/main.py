@@ -51,12 +51,23 @@ def _unknown_field(error: Exception) -> str | None:
 def _parse_flags(argv: list[str]) -> list[str]:
   """absl's parser, with a config file's or an override's mistakes as one line each."""
   try:
-    return app.parse_flags_with_usage(argv)
+    return flags.FLAGS(argv)
   except (AttributeError, KeyError) as error:
     message = _unknown_field(error)
     if message is None:
       raise
     _fail(message)
+  except flags.Error as error:
+    cause: BaseException = error
+    while cause.__context__:  # what get_config raised lies below two layers of rewording
+      cause = cause.__context__
+    if 'get_config() takes 0' in str(cause):
+      _fail('--config: this file has no variants; leave out the colon and what follows it')
+    if isinstance(cause, UserError):
+      _fail(f'--config: {cause}')
+    if 'Traceback' in str(error):  # a bug in a config file
+      raise
+    _fail(error)
 
 
 def _config_values() -> dict[str, Any]:
