@@ -231,8 +231,10 @@ class EvalConfig:
 
   num_orders: int = 4  # uniform orders a block; the standard error over orders needs 2
   batch_size: int = 64
+  prefix_blocks: int = 64  # blocks that an encoder scores left to right, n passes each; 0: all
 
   def __post_init__(self):
+    _check_at_least(self, 'eval', 0, 'prefix_blocks')
     _check_at_least(self, 'eval', 1, 'batch_size')
     _check_at_least(self, 'eval', 2, 'num_orders')
 

@@ -10,7 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from aogpt_jax import data, keys, objective, orders as orders_lib, sharding as sharding_lib
+from aogpt_jax import data, keys, masks, objective, orders as orders_lib, sharding as sharding_lib
+from aogpt_jax.config import Config
+
+# (draw, row numbers (B,), n) -> what is drawn for those rows: orders (B, n), or Masks.
+Draw = Callable[[jax.Array, jax.Array, int], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,47 +59,102 @@ def summarize(order: str, nats: np.ndarray) -> Estimate:
 
 def make_block_nll(graphdef: nnx.GraphDef, param_shardings: Any, mesh: jax.sharding.Mesh,
                    ) -> Callable[..., jax.Array]:
-  """Compiles f(params, tokens, orders) -> NLL (B, n) float32 nats, in generation order."""
+  """Compiles f(params, tokens, orders or Masks) -> (B, n) float32 nats: `objective.loss_terms`."""
   rows = sharding_lib.batch_sharding(mesh)
-  return jax.jit(lambda params, *batch: objective.token_nll(nnx.merge(graphdef, params), *batch),
+  return jax.jit(lambda params, *batch: objective.loss_terms(nnx.merge(graphdef, params), *batch),
                  in_shardings=(param_shardings, rows, rows),
                  out_shardings=sharding_lib.replicated(mesh))
 
 
-def evaluate(block_nll: Callable[..., jax.Array], params: Any, blocks: Any, mesh: jax.sharding.Mesh,
-             order: orders_lib.OrderDistribution, num_draws: int, batch_size: int,
-             ) -> Estimate:
-  """Scores every block exactly once for each draw of orders.
+def order_draw(order: orders_lib.OrderDistribution) -> Draw:
+  """Orders for `evaluate`: that of block i in draw k depends on (k, i) alone.
 
-  The order of block i in draw k depends on (k, i) alone: every evaluation, of any model, with any
-  batch size and number of devices, uses the same ones.
+  Every evaluation, of any model, with any batch size and number of devices, uses the same ones.
+  """
+  return lambda draw, index, length: jax.vmap(lambda key: order.row(key, length))(
+      keys.row_keys(keys.stream_key(0, 'eval', draw), index))
+
+
+def mask_draw(num_blocks: int) -> Draw:
+  """Masks for `evaluate` that estimate an encoder's bound; counts spread over all blocks."""
+  return lambda draw, index, length: masks.sample(
+      'count', keys.stream_key(0, 'eval', draw), index, num_blocks, length)
+
+
+def evaluate(block_nll: Callable[..., jax.Array], params: Any, blocks: Any, mesh: jax.sharding.Mesh,
+             name: str, draw: Draw, num_draws: int, batch_size: int) -> Estimate:
+  """Scores every block exactly once for each draw.
 
   Args:
     block_nll: from `make_block_nll`.
     params: nested dict of arrays (EMA weights by default).
     blocks: random access, blocks[i] (n,) int32.
     mesh: where the batches go.
-    order: distribution to draw from.
-    num_draws: orders a block; 1 for a deterministic order.
+    name: of the Estimate: the order.
+    draw: `order_draw` or `mask_draw`.
+    num_draws: draws a block; 1 for a deterministic order.
     batch_size: B; the last batch is padded with rows that are not counted.
 
   Returns:
     An Estimate.
   """
   rows = sharding_lib.batch_sharding(mesh)
-  draw_orders = jax.jit(
-      lambda draw, index, length: jax.vmap(lambda k: order.row(k, length))(
-          keys.row_keys(keys.stream_key(0, 'eval', draw), index)),
-      static_argnums=2)
+  place = lambda x: sharding_lib.global_array_from_all_rows(np.asarray(x), rows)
+  draw = jax.jit(draw, static_argnums=2)
   nats = []
-  for draw in range(num_draws):
+  for k in range(num_draws):
     for tokens, weights, index in data.eval_batches(blocks, batch_size):
-      orders = np.asarray(draw_orders(draw, jnp.asarray(index), tokens.shape[1]))
-      place = lambda x: sharding_lib.global_array_from_all_rows(x, rows)
-      nll = np.asarray(block_nll(params, place(tokens), place(orders)), np.float64)
+      drawn = jax.tree.map(place, draw(k, jnp.asarray(index), tokens.shape[1]))
+      nll = np.asarray(block_nll(params, place(tokens), drawn), np.float64)
       nats.append(nll[weights > 0])
   nats = np.concatenate(nats)
-  return summarize(order.name, nats.reshape(num_draws, -1, nats.shape[1]))
+  return summarize(name, nats.reshape(num_draws, -1, nats.shape[1]))
+
+
+def evenly_spaced(blocks: Any, count: int) -> Any:
+  """At most `count` of the blocks, spread over all of them; 0: all."""
+  if not count or count >= len(blocks):
+    return blocks
+  return [blocks[i * len(blocks) // count] for i in range(count)]
+
+
+def validate(config: Config, block_nll: Callable[..., jax.Array], params: Any, blocks: Any,
+             mesh: jax.sharding.Mesh, every_order: bool = True) -> list[Estimate]:
+  """The estimates of config.eval: left to right, in any order, and in the run's own order.
+
+  A model that is not told its next position is scored in its own order alone. An encoder's
+  any-order estimate is its bound; left to right it needs n forward passes a block, so that
+  takes config.eval.prefix_blocks blocks.
+
+  Args:
+    config: of the run.
+    block_nll, params, mesh: as in `evaluate`.
+    blocks: all validation blocks.
+    every_order: False leaves out what is expensive: left to right for an encoder.
+
+  Returns:
+    One Estimate an order.
+  """
+  run = lambda blocks, name, draw, num_draws=1: evaluate(
+      block_nll, params, blocks, mesh, name, draw, num_draws, config.eval.batch_size)
+  left_to_right = order_draw(orders_lib.make('left_to_right'))
+  num_orders = config.eval.num_orders
+  if config.model.architecture == 'encoder':
+    bound = run(blocks, 'uniform', mask_draw(len(blocks)), num_orders)
+    if not every_order:
+      return [bound]
+    some = evenly_spaced(blocks, config.eval.prefix_blocks)
+    return [run(some, 'left_to_right', left_to_right), bound]
+  own = config.order
+  estimates = []
+  if config.model.knows_target:
+    estimates = [run(blocks, 'left_to_right', left_to_right),
+                 run(blocks, 'uniform', order_draw(orders_lib.make('uniform')), num_orders)]
+  if own.name not in ('mixture', *(e.order for e in estimates)):
+    draws = num_orders if own.varies else 1
+    estimates.append(run(blocks, own.name, order_draw(orders_lib.make(own.name, **own.options())),
+                         draws))
+  return estimates
 
 
 def unigram_nats(train_counts: np.ndarray, blocks: Any) -> float:
@@ -120,5 +179,5 @@ def markdown_table(estimates: list[Estimate], unigram: float) -> str:
     lines.append(f'| {e.order} | {e.nats_per_token:.4f} | {over_orders} | {e.error_over_blocks:.4f}'
                  f' | {e.perplexity:.2f} | {e.num_draws} | {e.num_tokens:,} |')
   lines.append(f'| unigram (no model) | {unigram:.4f} | – | – | {math.exp(unigram):.2f} | – | '
-               f'{estimates[0].num_tokens:,} |')
+               f'{max(e.num_tokens for e in estimates):,} |')
   return '\n'.join(lines)

@@ -3,13 +3,22 @@
 import dataclasses
 import pathlib
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from aogpt_jax import config as config_lib, keys, objective, orders as orders_lib, sampling
+from aogpt_jax import (
+  config as config_lib,
+  interop,
+  keys,
+  model as model_lib,
+  objective,
+  orders as orders_lib,
+  sampling,
+)
 from aogpt_jax.config import Config, check
 from aogpt_jax.data import tokenizers
 from aogpt_jax.errors import UserError
@@ -17,9 +26,10 @@ from aogpt_jax.model import AOGPT
 from aogpt_jax.training import checkpoints
 
 _HOLE = re.compile(r'<mask(?::(\d+))?>')
+_TOUCHED_HOLE = re.compile(r'\S<mask(?::\d+)?>|<mask(?::\d+)?>\S')
 
 
-def parse_template(template: str, tokenizer: tokenizers.SentencePieceTokenizer,
+def parse_template(template: str, tokenizer: tokenizers.Tokenizer,
                    context_length: int) -> tuple[np.ndarray, np.ndarray]:
   """Tokenizes a text with holes `<mask:k>`; what stands between two holes, by itself.
 
@@ -27,8 +37,11 @@ def parse_template(template: str, tokenizer: tokenizers.SentencePieceTokenizer,
     Token ids (n,) int32 with zeros in the holes, and which are known (n,) bool.
 
   Raises:
-    UserError: for a template without a hole, with a hole of 0 tokens, or longer than the context.
+    UserError: for a template without a hole, with a hole of 0 tokens, or longer than the context;
+      for a hole without spaces around it where the tokenizer is one of ids.
   """
+  check(not (tokenizer.spaced and _TOUCHED_HOLE.search(template)), 'template', template,
+        'has no space between a hole and its neighbour; write "3 <mask:2> 5"')
   pieces, known, end = [], [], 0
   for hole in [*_HOLE.finditer(template), None]:
     ids = tokenizer.encode(template[end:hole.start() if hole else len(template)])
@@ -62,13 +75,15 @@ class LanguageModel:
   """What `aogpt_jax.load` returns; the model runs on one device."""
 
   model: AOGPT
-  tokenizer: tokenizers.SentencePieceTokenizer
+  tokenizer: tokenizers.Tokenizer
   config: Config
   step: int
 
   def _order(self, name: str) -> orders_lib.OrderDistribution:
     """The distribution called `name`, with the run's options where it is the run's own."""
     own = self.config.order
+    check(self.model.config.knows_target or name == own.name, 'order', name,
+          f'this model is not told the next position, so it knows its own order only: {own.name}')
     return orders_lib.make(name, **(own.options() if name == own.name else {}))
 
   def _rule(self, temperature: float, top_p: float) -> sampling.SamplingRule:
@@ -111,6 +126,8 @@ class LanguageModel:
              top_p: float = 1.0, seed: int = 0) -> list[str]:
     """Fills the holes of a text given everything around them, in uniformly random order.
 
+    A left-to-right GPT, which is not told the next position, can fill a hole at the end alone.
+
     Args:
       template: text with holes `<mask:k>` of k tokens (`<mask>`: 1). Text between holes is
         tokenized by itself and comes back unchanged.
@@ -128,7 +145,12 @@ class LanguageModel:
                                    self.model.config.context_length)
     length, num_known = len(tokens), int(known.sum())
     positions = np.arange(length)
-    shuffled = orders_lib.make('uniform').sample(
+    only_forward = not self.model.config.knows_target
+    if only_forward:
+      check(self.config.order.name == 'left_to_right' and not known[num_known:].any(), 'template',
+            template, f'this model knows the order {self.config.order.name} only, in which a hole '
+            'can be filled if that is left_to_right and the hole is at the end')
+    shuffled = orders_lib.make('left_to_right' if only_forward else 'uniform').sample(
         keys.stream_key(seed, 'order'), num_samples, length - num_known)
     order = jnp.concatenate([
         jnp.broadcast_to(positions[known], (num_samples, num_known)),
@@ -183,16 +205,19 @@ class LanguageModel:
 
 
 def load(path: str | pathlib.Path, ema: bool = True) -> LanguageModel:
-  """Loads a run for use in a notebook or a job.
+  """Loads a run, or a PyTorch checkpoint of the reference, for a notebook or a job.
 
   Args:
-    path: a run directory (its newest checkpoint), or one step of it: RUN/checkpoints/00001000.
+    path: a run directory (its newest checkpoint), or one step of it: RUN/checkpoints/00001000; or
+      a reference file x.pt, which has no tokenizer: its texts are ids, '3 17 4'.
     ema: the averaged weights, which the paper evaluates, or the raw ones.
 
   Raises:
     UserError: if there is no finished checkpoint there, or a file is damaged.
   """
   path = pathlib.Path(path)
+  if path.suffix == '.pt' and not path.is_dir():
+    return _load_reference(path, ema)
   run, step = path, None
   if path.parent.name == 'checkpoints' and path.name.isdigit():
     run, step = path.parent.parent, int(path.name)
@@ -204,17 +229,35 @@ def load(path: str | pathlib.Path, ema: bool = True) -> LanguageModel:
   if not steps:
     raise UserError(f'{directory}: no finished checkpoint yet')
   step = steps[-1] if step is None else step
-  tokenizer = tokenizers.load_tokenizer(run / 'tokenizer.model')
-  expected = checkpoints.read_manifest(directory, step).get('tokenizer_fingerprint')
-  if tokenizer.fingerprint != expected:
-    raise UserError(f'{run / "tokenizer.model"}: is not the tokenizer that this run was trained '
-                    f'with (sha256 {tokenizer.fingerprint}, expected {expected}); restore the file')
-  graphdef, abstract = nnx.split(nnx.eval_shape(lambda: AOGPT(config.model, rngs=nnx.Rngs(0))))
+  tokenizer = _load_tokenizer(config, run, checkpoints.read_manifest(directory, step))
+  graphdef, abstract = nnx.split(
+      nnx.eval_shape(lambda: model_lib.make(config.model, rngs=nnx.Rngs(0))))
   device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device),
                           nnx.to_pure_dict(abstract))
   params = checkpoints.restore_params(directory, step, abstract, ema)
   return LanguageModel(nnx.merge(graphdef, params), tokenizer, config, step)
+
+
+def _load_reference(path: pathlib.Path, ema: bool) -> LanguageModel:
+  reference = interop.read_reference(path)
+  tokenizer = tokenizers.IdsTokenizer(reference.config.model.vocab_size)
+  return LanguageModel(reference.model(ema), tokenizer, reference.config, reference.step)
+
+
+def _load_tokenizer(config: Config, run: pathlib.Path, manifest: dict[str, Any],
+                    ) -> tokenizers.Tokenizer:
+  """The tokenizer of a run, checked to be the one that the manifest of its checkpoint names."""
+  path = run / 'tokenizer.model'
+  if config.data.tokenizer == 'ids':
+    path, tokenizer = run / 'config.json', tokenizers.IdsTokenizer(config.model.vocab_size)
+  else:
+    tokenizer = tokenizers.load_tokenizer(path)
+  expected = manifest.get('tokenizer_fingerprint')
+  if tokenizer.fingerprint != expected:
+    raise UserError(f'{path}: is not the tokenizer that this run was trained with '
+                    f'(sha256 {tokenizer.fingerprint}, expected {expected}); restore the file')
+  return tokenizer
 
 
 def read_config(run: pathlib.Path) -> Config:

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import importlib.util
 import json
 import logging
@@ -18,7 +19,6 @@ from aogpt_jax import (
   data,
   evaluation,
   lm as lm_lib,
-  orders,
   sharding as sharding_lib,
 )
 from aogpt_jax.config import Config
@@ -150,18 +150,6 @@ def _start_state(recipe: step_lib.Recipe, mesh: jax.sharding.Mesh, directory: pa
   return checkpoints.restore(directory, steps[-1], wanted), shardings
 
 
-def _evaluators(config: Config, recipe: step_lib.Recipe, mesh: jax.sharding.Mesh,
-                param_shardings: Any, blocks: Any):
-  """Returns params -> [Estimate left to right, Estimate any order]."""
-  block_nll = evaluation.make_block_nll(recipe.graphdef, param_shardings, mesh)
-
-  def estimate(params):
-    return [evaluation.evaluate(block_nll, params, blocks, mesh, orders.make(name), draws,
-                                config.eval.batch_size)
-            for name, draws in (('left_to_right', 1), ('uniform', config.eval.num_orders))]
-  return estimate
-
-
 def _scalars(estimates: list[evaluation.Estimate]) -> dict[str, float]:
   scalars = {}
   for e in estimates:
@@ -200,7 +188,9 @@ def _run(config: Config, workdir: pathlib.Path, mesh: jax.sharding.Mesh, stop: l
   state, shardings = _start_state(recipe, mesh, directory, data_state)
   start = int(state.step)
   validation_blocks = data.open_blocks(validation)
-  estimate = _evaluators(config, recipe, mesh, shardings.params, validation_blocks)
+  block_nll = evaluation.make_block_nll(recipe.graphdef, shardings.params, mesh)
+  estimate = functools.partial(evaluation.validate, config, block_nll, blocks=validation_blocks,
+                               mesh=mesh)
   batches = data.train_batches(
       data.open_blocks(train), config.train.batch_size, config.seed, start=start,
       process_index=jax.process_index(), process_count=jax.process_count())
@@ -215,7 +205,7 @@ def _run(config: Config, workdir: pathlib.Path, mesh: jax.sharding.Mesh, stop: l
     saver = checkpoints.CheckpointWriter(directory, config.train.keep_checkpoints, data_state)
     state = loop.fit(
         config, state, step_lib.jit_step(recipe, shardings, batch_sharding), batches,
-        batch_sharding, writer, saver, lambda ema: _scalars(estimate(ema)), stop)
+        batch_sharding, writer, saver, lambda ema: _scalars(estimate(ema, every_order=False)), stop)
     if int(state.step) >= config.train.num_steps:
       _finish(config, workdir, state, estimate, writer, train, validation_blocks, start)
   finally:

@@ -28,6 +28,9 @@ class SamplingRule(NamedTuple):
     return self
 
 
+DEFAULT_RULE = SamplingRule()
+
+
 def nucleus_mask(probs: jax.Array, top_p: float) -> jax.Array:
   """Marks the tokens of the nucleus, as the reference does.
 

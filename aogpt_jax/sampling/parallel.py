@@ -22,13 +22,12 @@ from flax import nnx
 from aogpt_jax import keys
 from aogpt_jax.config import check
 from aogpt_jax.errors import UserError
-from aogpt_jax.model import AOGPT, Items, make_items
+from aogpt_jax.model import AOGPT, Items, MaskedEncoder, make_items
 from aogpt_jax.model.attention import Past
 from aogpt_jax.model.decoder import NONE_POSITION, Unstacked
-from aogpt_jax.sampling.logits import SamplingRule, draw, transform
+from aogpt_jax.sampling import masked
+from aogpt_jax.sampling.logits import DEFAULT_RULE, SamplingRule, draw, transform
 from aogpt_jax.sampling.schedules import reveal_counts
-
-DEFAULT_RULE = SamplingRule()
 
 
 class Cache(NamedTuple):
@@ -149,7 +148,7 @@ def _decode_logits(graphdef, params, generated, orders, counts, *, prompt_length
   return jax.lax.fori_loop(0, counts.shape[0] - 1, body, (all_logits, cache))[0]
 
 
-def _check_orders(model: AOGPT, orders: np.ndarray, prompt_length: int) -> None:
+def _check_orders(model: AOGPT | MaskedEncoder, orders: np.ndarray, prompt_length: int) -> None:
   length = orders.shape[1]
   if length > model.config.context_length:
     raise UserError(f'orders of length {length}: the context_length of this model is '
@@ -164,7 +163,7 @@ def _in_generation_order(tokens: jax.Array, orders: jax.Array, group: int) -> ja
   return jnp.pad(jnp.take_along_axis(tokens, orders, axis=1), ((0, 0), (0, group)))
 
 
-def generate(model: AOGPT, key: jax.Array, orders: jax.Array, *, steps: int = 0,
+def generate(model: AOGPT | MaskedEncoder, key: jax.Array, orders: jax.Array, *, steps: int = 0,
              schedule: str = 'linear', rule: SamplingRule = DEFAULT_RULE,
              tokens: jax.Array | None = None, prompt_length: int = 0) -> jax.Array:
   """Generates tokens in the given orders, several a step, in one jitted loop.
@@ -174,7 +173,7 @@ def generate(model: AOGPT, key: jax.Array, orders: jax.Array, *, steps: int = 0,
   alone, not on the other rows.
 
   Args:
-    model: an AOGPT.
+    model: an AOGPT; or a MaskedEncoder, which runs the whole sequence at every step.
     key: typed PRNG key.
     orders: (B, n) int32, row b a permutation of 0..n-1, n <= context_length.
     steps: forward passes, 1..n - prompt_length; 0: one token a step.
@@ -198,6 +197,9 @@ def generate(model: AOGPT, key: jax.Array, orders: jax.Array, *, steps: int = 0,
   if remaining == 0:
     return tokens
   counts = np.concatenate([[0], reveal_counts(schedule, remaining, steps or remaining)])
+  if isinstance(model, MaskedEncoder):
+    turns = masked.turns_of_orders(np.asarray(orders), prompt_length + counts, prompt_length)
+    return masked.fill(model, key, tokens, turns, rule)[0]
   group = int(np.diff(counts).max())
   graphdef, params = nnx.split(model)
   generated = _generate(graphdef, params, key, _in_generation_order(tokens, orders, group), orders,

@@ -7,11 +7,26 @@ from aogpt_jax.config import check, check_choice
 SCHEDULES = ('linear', 'cosine')
 
 
+def reveal_fractions(kind: str, steps: int) -> np.ndarray:
+  """The fraction of the tokens known after each step, (steps,) float32, the last one 1.
+
+  1 - u(τ) with τ from 1 to 0 over the steps; u(τ) = τ (linear) or cos((1-τ)π/2) (cosine).
+
+  Raises:
+    UserError: for an unknown kind.
+  """
+  check_choice('schedule', kind, SCHEDULES)
+  remaining = np.linspace(1, 0, steps + 1, dtype=np.float32)
+  if kind == 'cosine':
+    remaining = np.cos((np.float32(1) - remaining) * np.float32(np.pi / 2))
+  return np.float32(1) - remaining[1:]
+
+
 def reveal_counts(kind: str, length: int, steps: int) -> np.ndarray:
   """Cumulative number of tokens revealed after each step (paper section 4).
 
-  With τ from 1 to 0 over the steps and u(τ) = τ (linear) or cos((1-τ)π/2) (cosine), the count is
-  int(length·(1-u)), but at least one more than before; float32 arithmetic, as the reference.
+  The count is int(length·fraction), but at least one more than before; float32 arithmetic, as the
+  reference.
 
   Args:
     kind: 'linear' or 'cosine'.
@@ -27,11 +42,8 @@ def reveal_counts(kind: str, length: int, steps: int) -> np.ndarray:
   check_choice('schedule', kind, SCHEDULES)
   check(1 <= steps <= length, 'steps', steps,
         f'must be in 1..{length}, the number of tokens to generate')
-  remaining = np.linspace(1, 0, steps + 1, dtype=np.float32)
-  if kind == 'cosine':
-    remaining = np.cos((np.float32(1) - remaining) * np.float32(np.pi / 2))
   counts, known = [], 0
-  for u in remaining[1:]:
-    known = max(int(np.float32(length) * (np.float32(1) - u)), known + 1)
+  for fraction in reveal_fractions(kind, steps):
+    known = max(int(np.float32(length) * fraction), known + 1)
     counts.append(known)
   return np.asarray(counts)

@@ -1,4 +1,4 @@
-"""One update: tokens and orders → items → NLL → gradient → new state, as pure functions."""
+"""One update: tokens and orders (or masks) → NLL → gradient → new state, as pure functions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from aogpt_jax import keys, model as model_lib, objective, orders as orders_lib
+from aogpt_jax import keys, masks, model as model_lib, objective, orders as orders_lib
 from aogpt_jax.config import Config
 from aogpt_jax.training import optimizer as optimizer_lib
 
@@ -50,7 +50,7 @@ def init_state(recipe: Recipe) -> TrainState:
                     recipe.optimizer.init(params))
 
 
-def accumulate(recipe: Recipe, params: Any, tokens: jax.Array, orders: jax.Array,
+def accumulate(recipe: Recipe, params: Any, tokens: jax.Array, draws: jax.Array | masks.Masks,
                key: jax.Array) -> tuple[jax.Array, Any]:
   """Loss and gradient of the mean over all tokens, one micro-batch at a time.
 
@@ -60,28 +60,29 @@ def accumulate(recipe: Recipe, params: Any, tokens: jax.Array, orders: jax.Array
   Args:
     recipe: static half.
     params: nested dict of float32 arrays.
-    tokens, orders: (micro-batches, rows, n) int32.
+    tokens: (micro-batches, rows, n) int32.
+    draws: orders like tokens, or Masks with the same leading axes.
     key: dropout key; each micro-batch folds in its index.
 
   Returns:
     loss () float32 nats per token, and gradients shaped as params.
   """
-  def summed_nll(params, tokens, orders, index):
+  def summed_nll(params, tokens, draws, index):
     model = nnx.merge(recipe.graphdef, params)
     drop_key = jax.random.fold_in(key, index) if recipe.config.model.dropout_rate else None
-    return objective.token_nll(model, tokens, orders, drop_key).sum()
+    return objective.loss_terms(model, tokens, draws, drop_key).sum()
 
   def add(total, micro):
     return jax.tree.map(jnp.add, total, jax.value_and_grad(summed_nll)(params, *micro)), None
 
   zero = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
-  (nll, grads), _ = jax.lax.scan(add, zero, (tokens, orders, jnp.arange(tokens.shape[0])))
+  (nll, grads), _ = jax.lax.scan(add, zero, (tokens, draws, jnp.arange(tokens.shape[0])))
   return nll / tokens.size, jax.tree.map(lambda g: g / tokens.size, grads)
 
 
-def update(recipe: Recipe, state: TrainState, tokens: jax.Array, orders: jax.Array,
+def update(recipe: Recipe, state: TrainState, tokens: jax.Array, draws: jax.Array | masks.Masks,
            ) -> tuple[TrainState, dict[str, jax.Array]]:
-  """One optimiser step on given tokens and orders, (micro-batches, rows, n) int32 each.
+  """One optimiser step on given tokens and orders (or Masks), cut into micro-batches.
 
   Returns:
     The new state, and metrics (scalars float32): nats_per_token, grad_norm (before clipping),
@@ -89,7 +90,7 @@ def update(recipe: Recipe, state: TrainState, tokens: jax.Array, orders: jax.Arr
   """
   c = recipe.config
   key = keys.stream_key(c.seed, 'dropout', state.step)
-  loss, grads = accumulate(recipe, state.params, tokens, orders, key)
+  loss, grads = accumulate(recipe, state.params, tokens, draws, key)
   changes, opt_state = recipe.optimizer.update(grads, state.opt_state, state.params)
   params = optax.apply_updates(state.params, changes)
   step = state.step + 1
@@ -99,14 +100,20 @@ def update(recipe: Recipe, state: TrainState, tokens: jax.Array, orders: jax.Arr
   return TrainState(step, params, ema, opt_state), metrics
 
 
+def draw(recipe: Recipe, step: jax.Array, batch: int, length: int) -> jax.Array | masks.Masks:
+  """What the loss of a step averages over: an order for each row, or, for an encoder, a mask."""
+  key = keys.stream_key(recipe.config.seed, 'order', step)
+  if recipe.config.model.architecture == 'encoder':
+    return masks.sample(recipe.config.diffusion.masking, key, jnp.arange(batch), batch, length)
+  return recipe.order.sample(key, batch, length)
+
+
 def train_step(recipe: Recipe, state: TrainState, tokens: jax.Array,
                ) -> tuple[TrainState, dict[str, jax.Array]]:
   """`update` on tokens (B, n) int32, with orders drawn from (seed, step, row of the batch)."""
-  batch, length = tokens.shape
-  key = keys.stream_key(recipe.config.seed, 'order', state.step)
-  orders = recipe.order.sample(key, batch, length)
-  micro = lambda x: x.reshape(recipe.config.train.accumulation, -1, length)
-  return update(recipe, state, micro(tokens), micro(orders))
+  draws = draw(recipe, state.step, *tokens.shape)
+  micro = lambda x: x.reshape(recipe.config.train.accumulation, -1, *x.shape[1:])
+  return update(recipe, state, micro(tokens), jax.tree.map(micro, draws))
 
 
 def jit_step(recipe: Recipe, state_shardings: TrainState, batch_sharding: Any,
