@@ -40,8 +40,6 @@ def parse_template(template: str, tokenizer: tokenizers.Tokenizer,
     UserError: for a template without a hole, with a hole of 0 tokens, or longer than the context;
       for a hole without spaces around it where the tokenizer is one of ids.
   """
-  check(not (tokenizer.spaced and _TOUCHED_HOLE.search(template)), 'template', template,
-        'has no space between a hole and its neighbour; write "3 <mask:2> 5"')
   pieces, known, end = [], [], 0
   for hole in [*_HOLE.finditer(template), None]:
     ids = tokenizer.encode(template[end:hole.start() if hole else len(template)])
@@ -57,6 +55,8 @@ def parse_template(template: str, tokenizer: tokenizers.Tokenizer,
       end = hole.end()
   tokens, known = np.concatenate(pieces).astype(np.int32), np.concatenate(known)
   check(not known.all(), 'template', template, 'has no hole; write <mask:k> for k tokens')
+  check(not (tokenizer.spaced and _TOUCHED_HOLE.search(template)), 'template', template,
+        'has no space between a hole and its neighbour; write "3 <mask:2> 5"')
   check(len(tokens) <= context_length, 'template', template,
         f'has {len(tokens)} tokens, more than the context_length={context_length} of this model')
   return tokens, known

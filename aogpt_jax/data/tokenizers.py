@@ -1,5 +1,7 @@
 """A byte-complete SentencePiece BPE tokenizer: `decode(encode(text)) == text` for any text.
 
+(And `IdsTokenizer`, whose text is the ids themselves, for models without a tokenizer.)
+
 Ids: 0 is sentencepiece's unknown piece (never produced: every character has its bytes to fall back
 on), 1 is end-of-text (sentencepiece's eos control piece), 2 is the newline, 3..258 are the 256 byte
 pieces, the rest are learned pieces, the merges in the order they were learned and then single
@@ -40,7 +42,10 @@ class SentencePieceTokenizer:
     vocab_size: number of ids.
     end_of_text_id: the id that ends a document; `encode` never produces it.
     fingerprint: sha256 (hex) of the model's bytes.
+    spaced: whether a space must part the texts of neighbouring tokens; see IdsTokenizer.
   """
+
+  spaced = False
 
   def __init__(self, model: bytes, name: str = 'tokenizer model'):
     """Loads a model.
@@ -94,13 +99,7 @@ class SentencePieceTokenizer:
     Raises:
       UserError: if ids are not integers, not (n,) or not in [0, vocab_size).
     """
-    ids = np.asarray(ids)
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-      raise UserError(f'ids must be integers of shape (n,), got {ids.dtype} {ids.shape}')
-    outside = ids[(ids < 0) | (ids >= self.vocab_size)]
-    if outside.size:
-      raise UserError(f'id {outside[0]} is outside the vocabulary; '
-                      f'valid: 0 to {self.vocab_size - 1}')
+    ids = _check_ids(ids, self.vocab_size)
     return b''.join([self._bytes[i] for i in ids.tolist()]).decode('utf-8', errors='replace')
 
   def save(self, path: str | os.PathLike[str]) -> None:
@@ -114,6 +113,44 @@ class SentencePieceTokenizer:
     except OSError as error:
       unfinished.unlink(missing_ok=True)
       raise UserError(f'{path}: cannot be written: {error.strerror}') from None
+
+
+class IdsTokenizer:
+  """Ids in decimal, parted by spaces: '3 17 4' is [3, 17, 4].
+
+  The tokenizer of a model that came without one, named by data.tokenizer='ids'.
+
+  Attributes:
+    vocab_size: number of ids.
+    fingerprint: sha256 (hex) of what it is.
+    spaced: '3' and '17' make '3 17', not '317'.
+  """
+
+  spaced = True
+
+  def __init__(self, vocab_size: int):
+    self.vocab_size = vocab_size
+    self.fingerprint = hashlib.sha256(f'ids {vocab_size}'.encode()).hexdigest()
+
+  def encode(self, text: str) -> np.ndarray:
+    """Returns the ids that a text spells, int32 (n,); any white space may stand around them.
+
+    Raises:
+      UserError: for a word that is not an id in 0..vocab_size-1 as `decode` writes it.
+    """
+    words = text.split()
+    for word in words:
+      if not re.fullmatch('0|[1-9][0-9]{0,9}', word) or int(word) >= self.vocab_size:
+        raise UserError(f'"{word[:40]}" is not an id; the texts of this model are ids from 0 to '
+                        f'{self.vocab_size - 1} with spaces between them, such as "3 17 4"')
+    return np.array([int(word) for word in words], np.int32)
+
+  def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    """Returns the text of integer ids (n,); UserError as SentencePieceTokenizer.decode."""
+    return ' '.join(map(str, _check_ids(ids, self.vocab_size).tolist()))
+
+
+Tokenizer = SentencePieceTokenizer | IdsTokenizer
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer:
@@ -217,6 +254,17 @@ def _piece_bytes(processor, piece_id: int) -> bytes:
   if processor.is_byte(piece_id):
     return bytes([int(piece[3:5], 16)])  # '<0x41>'
   return piece.replace(_SPACE, ' ').encode()
+
+
+def _check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+  ids = np.asarray(ids)
+  if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+    raise UserError(f'ids must be integers of shape (n,), got {ids.dtype} {ids.shape}')
+  outside = ids[(ids < 0) | (ids >= vocab_size)]
+  if outside.size:
+    raise UserError(f'id {outside[0]} is outside the vocabulary; '
+                    f'valid: 0 to {vocab_size - 1}')
+  return ids
 
 
 def _check_encodable(text: str) -> None:
