@@ -1,10 +1,12 @@
 """--mode=sample: texts from a trained run."""
 
+import dataclasses
 import logging
 import pathlib
 
 from aogpt_jax import lm as lm_lib
 from aogpt_jax.config import Config, SampleConfig
+from aogpt_jax.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -33,4 +35,11 @@ def run(config: Config, workdir: pathlib.Path) -> None:
   """
   lm = lm_lib.load(workdir)
   log.info('step %d of %s; only the sample section of --config is used', lm.step, workdir)
-  show(lm, config.sample)
+  options = config.sample
+  if lm.config.data.tokenizer == 'ids' and options.infill:
+    try:
+      lm_lib.parse_template(options.infill, lm.tokenizer, lm.model.config.context_length)
+    except UserError as error:  # the config's template is a text, this run knows ids alone
+      log.warning('sample.infill is left out: %s', error)
+      options = dataclasses.replace(options, infill='')
+  show(lm, options)
