@@ -227,3 +227,18 @@ def test_a_model_that_loses_text_is_refused(options):
                                            **{**defaults, **options})
   with pytest.raises(UserError, match='x.model: the sentencepiece model'):
     tokenizers.SentencePieceTokenizer(model.getvalue(), name='x.model')
+
+
+def test_ids_are_their_own_text():
+  """Decimal ids with white space between them, and nothing else."""
+  tokenizer = tokenizers.IdsTokenizer(62)
+  for text, ids in (('3 17 4', [3, 17, 4]), ('', []), (' 0\n 61 ', [0, 61])):
+    encoded = tokenizer.encode(text)
+    assert encoded.dtype == np.int32 and encoded.tolist() == ids
+    assert tokenizer.decode(encoded) == ' '.join(text.split())
+  for word in ('62', '-1', '03', '1.0', '1,2', 'one', '+1', '\u0663', '9' * 5000):
+    with pytest.raises(UserError, match='is not an id; the texts of this model are ids from 0 to 61'):
+      tokenizer.encode(f'3 {word}')
+  with pytest.raises(UserError, match='id 62 is outside the vocabulary'):
+    tokenizer.decode([62])
+  assert tokenizer.fingerprint != tokenizers.IdsTokenizer(61).fingerprint

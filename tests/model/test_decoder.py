@@ -1,6 +1,7 @@
 """The decoder: who sees what, shapes and initial values, precision, dropout, position encodings."""
 
 import functools
+import itertools
 import math
 
 import chex
@@ -11,6 +12,8 @@ import pytest
 import scipy.stats
 from flax import nnx
 
+from aogpt_jax.config import INJECTIONS
+from aogpt_jax import interop
 from aogpt_jax.errors import UserError
 from aogpt_jax.model import AOGPT, Items, ModelConfig
 
@@ -37,36 +40,52 @@ def _logits(**changes):
   return jax.jit(_model(**changes).__call__)
 
 
-@pytest.mark.parametrize('encoding', ENCODINGS)
-def test_logits_see_exactly_the_earlier_steps(encoding):
+def _tables(params, injection):
+  """The tables that tokens, positions and targets come in by: name -> path in the parameters."""
+  tables = {'token': ('token_embedding', 'embedding'),
+            'position': ('position_embedding', 'embedding')}
+  if injection == 'every_block_distinct':
+    tables['target'] = ('blocks', 'target_embedding', 'embedding')
+  elif injection != 'none':
+    tables['target'] = ('target_embedding', 'embedding')
+  return tables
+
+
+@pytest.mark.parametrize(('encoding', 'injection'), [
+    *itertools.product(ENCODINGS, ('adaln',)), *itertools.product(('learned',), INJECTIONS[1:])])
+def test_logits_see_exactly_the_earlier_steps(encoding, injection):
   """d logits[t] / d (what step s brings in) is exactly 0 for s >= t, and not 0 for s < t.
 
   Every position has a token of its own, so the rows of the tables are the inputs of the steps. The
   target of a step may be seen from the step itself on: it says which token is wanted.
   """
-  graphdef, params = nnx.split(_model(position_encoding=encoding))
+  graphdef, params = nnx.split(_model(position_encoding=encoding, target_injection=injection))
+  params = nnx.traversals.flatten_mapping(nnx.to_pure_dict(params))
+  paths = _tables(params, injection)
   mix = jax.random.normal(jax.random.key(0), (11,))
 
   @jax.jit
   def influence(tokens, orders):
-    """Norms (t, row of the table) of the gradients for three tables."""
+    """Norms (t, row of the table) of the gradients for each table."""
     def mixed(tables):
-      state = nnx.to_pure_dict(params)
-      for name, table in tables.items():
-        state[name]['embedding'] = table
-      return (nnx.merge(graphdef, state)(tokens[None], orders[None])[0] * mix).sum(axis=-1)
-    names = ('token_embedding', 'position_embedding', 'target_embedding')
-    tables = {name: nnx.to_pure_dict(params)[name]['embedding'] for name in names}
-    return jax.tree.map(lambda g: jnp.abs(g).max(axis=-1), jax.jacrev(mixed)(tables))
+      state = params | {paths[name]: table for name, table in tables.items()}
+      model = nnx.merge(graphdef, nnx.traversals.unflatten_mapping(state))
+      return (model(tokens[None], orders[None])[0] * mix).sum(axis=-1)
+    tables = {name: params[path] for name, path in paths.items()}
+    gradients = jax.jacrev(mixed)(tables)
+    if injection == 'every_block_distinct':  # (t, layer, row, width)
+      gradients['target'] = jnp.moveaxis(gradients['target'], 1, -1)
+    return jax.tree.map(lambda g: jnp.abs(g).reshape(*g.shape[:2], -1).max(axis=-1), gradients)
 
   earlier = np.tril(np.ones((N, N), bool), -1)  # step s < t, at [t, s]
   for tokens, orders in zip(*_batch(3)):
     seen = influence(tokens, orders)
-    np.testing.assert_array_equal(seen['token_embedding'][:, tokens[orders]] != 0, earlier)
-    np.testing.assert_array_equal(seen['position_embedding'][:, orders + 1] != 0, earlier)
-    np.testing.assert_array_equal(seen['target_embedding'][:, orders] != 0,
-                                  np.tril(np.ones((N, N), bool)))
-    assert (seen['position_embedding'][:, 0] != 0).all()  # [NONE] is seen by all
+    np.testing.assert_array_equal(seen['token'][:, tokens[orders]] != 0, earlier)
+    np.testing.assert_array_equal(seen['position'][:, orders + 1] != 0, earlier)
+    if injection != 'none':
+      np.testing.assert_array_equal(seen['target'][:, orders] != 0,
+                                    np.tril(np.ones((N, N), bool)))
+    assert (seen['position'][:, 0] != 0).all()  # [NONE] is seen by all
 
 
 @pytest.mark.parametrize('encoding', ENCODINGS)
@@ -88,12 +107,17 @@ def test_logits_are_in_generation_order():
     assert same == (orders[b, 0] == orders[c, 0])
 
 
-@pytest.mark.parametrize(('bias', 'layers', 'heads', 'width', 'total'), [
-    (True, 12, 12, 768, 170_605_952), (False, 12, 12, 768, 170_523_008),
-    (True, 24, 16, 1024, 425_804_928), (False, 24, 16, 1024, 425_583_744)])
-def test_parameter_counts_of_the_paper(bias, layers, heads, width, total):
-  """AO-GPT small and medium, bias on and off, without allocating them."""
-  config = ModelConfig(num_layers=layers, num_heads=heads, embed_dim=width, use_bias=bias)
+@pytest.mark.parametrize(('variant', 'bias', 'layers', 'heads', 'width', 'total'), [
+    ({}, True, 12, 12, 768, 170_605_952), ({}, False, 12, 12, 768, 170_523_008),
+    ({}, True, 24, 16, 1024, 425_804_928), ({}, False, 24, 16, 1024, 425_583_744),
+    (interop.SIGMA_GPT, True, 12, 12, 768, 125_263_872),
+    (interop.SIGMA_GPT, False, 12, 12, 768, 125_161_728),
+    (interop.SIGMA_GPT, True, 24, 16, 1024, 355_921_920),
+    (interop.SIGMA_GPT, False, 24, 16, 1024, 355_650_560)])
+def test_parameter_counts_of_the_paper(variant, bias, layers, heads, width, total):
+  """AO-GPT and σ-GPT, small and medium, bias on and off, without allocating them."""
+  config = ModelConfig(num_layers=layers, num_heads=heads, embed_dim=width, use_bias=bias,
+                       **variant)
   shapes = nnx.state(nnx.eval_shape(lambda: AOGPT(config, rngs=nnx.Rngs(0))), nnx.Param)
   assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == total
 
@@ -149,6 +173,126 @@ def test_initial_values():
         assert abs(value).max() > 2.8 * std, name
   layers = _flat(model)['blocks/up/kernel']
   assert len({layer.tobytes() for layer in layers}) == 3  # not one draw repeated
+
+
+def test_normal_initialiser_is_not_cut():
+  """σ-GPT's: std 0.02 with tails beyond 3 std, residual projections divided all the same."""
+  flat = _flat(AOGPT(ModelConfig(
+      vocab_size=300, context_length=64, num_layers=3, num_heads=2, embed_dim=64,
+      target_injection='input', initializer='normal'), rngs=nnx.Rngs(0)))
+  for name, std in (('token_embedding/embedding', 0.02), ('target_embedding/embedding', 0.02),
+                    ('blocks/down/kernel', 0.02 / math.sqrt(6))):
+    value = flat[name]
+    np.testing.assert_allclose(value.std(), std, rtol=5 / math.sqrt(2 * value.size))
+    assert abs(value).max() > 3.1 * std
+
+
+@pytest.mark.parametrize(('injection', 'tables'), [
+    ('adaln', {'target_embedding/embedding': (N, 8), 'blocks/modulation/kernel': (2, 8, 6, 16),
+               'blocks/modulation/bias': (2, 6, 16), 'final_modulation/kernel': (8, 2, 16),
+               'final_modulation/bias': (2, 16)}),
+    ('input', {'target_embedding/embedding': (N, 16)}),
+    ('every_block', {'target_embedding/embedding': (N, 16)}),
+    ('every_block_distinct', {'blocks/target_embedding/embedding': (2, N, 16)}),
+    ('none', {})])
+def test_an_injection_brings_its_own_tables_and_no_other(injection, tables):
+  """Everything else is the same; a table left over would be trained on nothing."""
+  shapes = {name: value.shape for name, value in _flat(_model(target_injection=injection)).items()}
+  mine = {name: shape for name, shape in shapes.items() if 'target' in name or 'modulation' in name}
+  assert mine == tables and len(shapes) - len(mine) == 17
+
+
+def test_target_embeddings_enter_once_or_at_every_block():
+  """A block that does nothing passes the sum on: one, L equal or L different target rows."""
+  tokens, orders = _batch(2)
+  for injection, want in (('input', 'once'), ('every_block', 'twice'),
+                          ('every_block_distinct', 'both'), ('none', 'never')):
+    graphdef, params = nnx.split(_model(target_injection=injection))
+    params = nnx.traversals.flatten_mapping(nnx.to_pure_dict(params))
+    table = params.get(('target_embedding', 'embedding'))
+    distinct = params.get(('blocks', 'target_embedding', 'embedding'))
+    for name in ('out', 'down'):
+      for leaf in ('kernel', 'bias'):
+        path = ('blocks', *(('attention',) if name == 'out' else ()), name, leaf)
+        params[path] = jnp.zeros_like(params[path])
+    model = nnx.merge(graphdef, nnx.traversals.unflatten_mapping(params))
+    added = {'once': lambda: table, 'twice': lambda: 2 * table,
+             'both': lambda: distinct.sum(axis=0), 'never': lambda: jnp.zeros((N, 16))}[want]()
+    position = np.pad(orders[:, :-1] + 1, ((0, 0), (1, 0)))
+    token = np.pad(np.take_along_axis(tokens, orders, 1)[:, :-1], ((0, 0), (1, 0)))
+    x = jnp.where(position[..., None] == 0, model.none_embedding.embedding[0],
+                  model.token_embedding.embedding[token])
+    x = x + model.position_embedding.embedding[position] + added[orders]
+    chex.assert_trees_all_close(model.hidden(tokens, orders), model.final_norm(x), rtol=0,
+                                atol=1e-5)
+
+
+def _textbook_gpt(params, tokens, num_heads):
+  """GPT-2 in plain jax.numpy: pre-norm blocks, causal attention, erf GELU, tied head.
+
+  `tokens` (B, n) follow a start symbol; returns logits (B, n, V), row t from the tokens before t.
+  """
+  def layer_norm(x, p):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / jnp.sqrt((centred ** 2).mean(-1, keepdims=True) + 1e-5) * p['scale'] + p['bias']
+
+  batch, n = tokens.shape
+  wte, wpe = params['token_embedding']['embedding'], params['position_embedding']['embedding']
+  d = wte.shape[1]
+  start = jnp.broadcast_to(params['none_embedding']['embedding'], (batch, 1, d))
+  x = jnp.concatenate([start, wte[tokens[:, :-1]]], axis=1) + wpe[:n]
+  blocks = params['blocks']
+  for i in range(blocks['up']['kernel'].shape[0]):
+    p = jax.tree.map(lambda a, i=i: a[i], blocks)
+    y = layer_norm(x, p['norm1'])
+    qkv = y @ p['attention']['qkv']['kernel'].reshape(d, 3 * d)
+    qkv = qkv + p['attention']['qkv']['bias'].reshape(-1)
+    mixed = []
+    for head in range(num_heads):
+      width = d // num_heads
+      q, k, v = (qkv[..., part * d + head * width:part * d + (head + 1) * width]
+                 for part in range(3))
+      scores = q @ jnp.swapaxes(k, 1, 2) / math.sqrt(width)
+      future = jnp.arange(n)[None, :] > jnp.arange(n)[:, None]
+      weights = jnp.exp(jnp.where(future, -1e30, scores - scores.max(-1, keepdims=True)))
+      mixed.append(weights / weights.sum(-1, keepdims=True) @ v)
+    x = x + jnp.concatenate(mixed, -1) @ p['attention']['out']['kernel'].reshape(d, d)
+    x = x + p['attention']['out']['bias']
+    y = layer_norm(x, p['norm2']) @ p['up']['kernel'] + p['up']['bias']
+    y = y * 0.5 * (1 + jax.scipy.special.erf(y / math.sqrt(2)))
+    x = x + y @ p['down']['kernel'] + p['down']['bias']
+  return layer_norm(x, params['final_norm']) @ wte.T
+
+
+def test_left_to_right_gpt_is_the_textbook_s_decoder():
+  """Layernorm, no qk-norm, tied head, no target: logits equal, all parameters in use."""
+  model = nnx.clone(_model(target_injection='none', norm='layernorm', qk_norm=False,
+                           tie_embeddings=True, head_bias=False))
+  params = nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+  rng = np.random.default_rng(0)
+  params = {path: value if path[-1] in ('kernel', 'embedding') else
+            jnp.asarray(rng.normal(1.0 if path[-1] == 'scale' else 0.0, 0.3, value.shape),
+                        jnp.float32)
+            for path, value in params.items()}  # scales and biases that are not 1 and 0
+  params = nnx.traversals.unflatten_mapping(params)
+  model = nnx.merge(nnx.graphdef(model), params)
+  tokens = rng.integers(0, 11, (3, N)).astype(np.int32)
+  identity = np.tile(np.arange(N, dtype=np.int32), (3, 1))
+  want = jax.jit(functools.partial(_textbook_gpt, num_heads=2))(params, tokens)
+  got = jax.jit(model.__call__)(tokens, identity)
+  chex.assert_trees_all_close(got, want, rtol=0, atol=2e-5)
+  assert len(jax.tree.leaves(params)) == 17  # 3 tables, 12 of the blocks, 2 of the final norm
+
+
+def test_tied_head_reads_the_token_table():
+  """No head parameters; logits are hidden states times the table, and its gradient has two parts."""
+  model = _model(tie_embeddings=True, head_bias=False)
+  assert not any(name.startswith('head') for name in _flat(model))
+  tokens, orders = _batch(2)
+  hidden = model.hidden(tokens, orders)
+  want = hidden @ model.token_embedding.embedding[...].T
+  chex.assert_trees_all_close(model(tokens, orders), want, rtol=0, atol=1e-4)
+  assert 'head/bias' not in _flat(_model(head_bias=False))
 
 
 def test_gate_init_is_the_bias_of_the_gates_alone():
