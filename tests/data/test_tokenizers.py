@@ -237,7 +237,7 @@ def test_ids_are_their_own_text():
     assert encoded.dtype == np.int32 and encoded.tolist() == ids
     assert tokenizer.decode(encoded) == ' '.join(text.split())
   for word in ('62', '-1', '03', '1.0', '1,2', 'one', '+1', '\u0663', '9' * 5000):
-    with pytest.raises(UserError, match='is not an id; the texts of this model are ids from 0 to 61'):
+    with pytest.raises(UserError, match='is not an id; .* are ids from 0 to 61 '):
       tokenizer.encode(f'3 {word}')
   with pytest.raises(UserError, match='id 62 is outside the vocabulary'):
     tokenizer.decode([62])
