@@ -42,6 +42,7 @@ def _sequence_nll(model: Model, hidden: jax.Array, targets: jax.Array) -> jax.Ar
 
 def _prefix_nll(model: MaskedEncoder, tokens: jax.Array, orders: jax.Array) -> jax.Array:
   """An encoder's NLL along orders: n forward passes over growing prefixes, one term of each."""
+  tokens, orders = jnp.asarray(tokens), jnp.asarray(orders)
   rank = jnp.argsort(orders, axis=1)  # when each position is generated
 
   def term(t):

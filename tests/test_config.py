@@ -37,11 +37,33 @@ def test_shipped_configs_are_valid_and_round_trip(path):
     ({'optimizer': {'ema_decay': 1.0}}, 'optimizer.ema_decay=1.0: must be in [0, 1)'),
     ({'model': {'position_encoding': 'target_rotary', 'embed_dim': 6, 'num_heads': 2}},
      'needs an even head width'),
+    ({'model': {'target_injection': 'adaLN'}}, 'did you mean "adaln"?'),
+    ({'model': {'norm': 'layer_norm'}}, 'did you mean "layernorm"?'),
+    ({'model': {'initializer': 'trunc_normal'}}, 'did you mean "truncated_normal"?'),
+    ({'model': {'architecture': 'encoder'}}, "model.target_injection='adaln': must be 'none' with"),
+    ({'model': {'architecture': 'encoder', 'position_encoding': 'target_rotary'}},
+     "did you mean \"rotary\"?"),
+    ({'model': {'position_encoding': 'rotary'}}, 'those of architecture=\'decoder\'; did you mean'),
+    ({'model': {'tie_embeddings': True}}, 'model.head_bias=True: must be False with'),
+    ({'model': {'architecture': 'encoder', 'target_injection': 'none'}},
+     "order.name='mixture': must be 'uniform' with model.architecture='encoder'"),
+    ({'model': {'target_injection': 'none'}}, "order.name='mixture': varies from row to row"),
+    ({'model': {'target_injection': 'none'}, 'order': {'name': 'blockwise', 'inner': 'random'}},
+     "order.name='blockwise': with order.inner=random varies from row to row"),
+    ({'diffusion': {'masking': 'lineal'}}, 'diffusion.masking=\'lineal\': not one of'),
 ])
 def test_errors_name_field_value_and_rule(values, message):
   with pytest.raises(UserError) as error:
     config_lib.from_dict(values)
   assert message in str(error.value)
+
+
+@pytest.mark.parametrize('model', [
+    {'target_injection': 'none', 'position_encoding': 'target_rotary'},
+    {'target_injection': 'input'}])
+def test_orders_may_vary_where_the_target_is_told(model):
+  """By a rotation of the queries, or by an embedding."""
+  assert config_lib.from_dict({'model': model}).model.knows_target
 
 
 def test_an_int_is_taken_for_a_float_field():
@@ -74,7 +96,8 @@ def test_every_field_is_either_free_or_forbids_continuing():
         free.add(f'{section.name}.{field.name}')
   assert free == {
       'train.log_every', 'train.eval_every', 'train.checkpoint_every', 'train.keep_checkpoints',
-      'train.wandb_project', 'eval.num_orders', 'eval.batch_size', 'mesh.data', 'mesh.fsdp',
+      'train.wandb_project', 'eval.num_orders', 'eval.batch_size',
+      'eval.prefix_blocks', 'mesh.data', 'mesh.fsdp',
       'mesh.tensor', 'data.directory', 'data.validation', 'model.scan_layers', 'model.loss_chunk',
       *(f'sample.{f.name}' for f in dataclasses.fields(config_lib.SampleConfig))}
 

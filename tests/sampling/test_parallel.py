@@ -85,6 +85,19 @@ def test_cached_steps_equal_full_forwards(encoding, groups, prompt_length):
   assert want.std() > 0.5
 
 
+@pytest.mark.parametrize('changes', [
+    dict(target_injection='input', norm='layernorm', qk_norm=False, tie_embeddings=True,
+         head_bias=False),  # σ-GPT
+    dict(target_injection='every_block'), dict(target_injection='every_block_distinct')],
+    ids=lambda changes: changes['target_injection'])
+def test_cached_steps_of_other_injections(changes):
+  """The tables that a generation call computes once are those of the full forward pass."""
+  tokens, orders = _batch(3)
+  got = decode_logits(_model(**changes), tokens, orders, [2, 3, 1], 3)
+  want = _logits_by_full_forwards(_full(**changes), tokens, orders, [2, 3, 1], 3)
+  np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
 def test_generate_keeps_the_prompt_and_each_row_to_itself():
   """Given tokens come back; a row is the same alone and next to any other rows."""
   tokens, orders = _batch(3)
