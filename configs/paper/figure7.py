@@ -1,0 +1,38 @@
+"""Figure 7: both ablations together, target injection (Figure 6a) × weight average (Figure 6b).
+
+    python -m aogpt_jax.main --config=configs/paper/figure7.py:input_no_ema \
+        --workdir=runs/figure7/input_no_ema
+
+Variants, all else as AO-GPT small, so input is σ-GPT's injection in the net of AO-GPT:
+  input_no_ema, adaln_no_ema: evaluated with the weights as they are trained.
+  input_ema, adaln_ema: evaluated with their average, decay 0.9999.
+
+500k steps of 0.5M tokens a variant, 262 billion; the validation losses of every 1000 steps are in
+metrics.jsonl. Our notes do not give the length of the paper's runs. For a shorter one with the
+same learning rates: --config.train.num_steps=20000 --config.optimizer.decay_steps=500000
+Meant for eight devices of 80 GB as configs/small.py; on one add --config.train.accumulation=64.
+
+Expected: adaln_ema, which is AO-GPT, best of the four. Which of the two changes matters more, and
+the numbers of the curves, are not in our notes.
+"""
+
+from aogpt_jax import config as config_lib
+
+VARIANTS = ('input_no_ema', 'input_ema', 'adaln_no_ema', 'adaln_ema')
+
+
+def get_config(variant: str = 'input_no_ema'):
+  config_lib.check_choice('variant', variant, VARIANTS)
+  config = config_lib.default()
+  if variant.startswith('input'):
+    config.model.target_injection = 'input'
+  config.model.dtype = 'bfloat16'
+  config.model.loss_chunk = 128
+  # OpenWebText as files, with a BPE of GPT-2's size trained on it; the paper uses GPT-2's own.
+  config.data.train = 'files:data/openwebtext/train/*.jsonl'
+  config.data.validation = 'files:data/openwebtext/validation/*.jsonl'
+  config.data.vocab_size = 50257
+  if variant.endswith('no_ema'):
+    config.optimizer.ema_decay = 0.0
+  config.train.accumulation = 8
+  return config
