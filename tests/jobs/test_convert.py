@@ -172,3 +172,13 @@ def test_an_empty_directory_may_be_the_destination(tmp_path):
   (tmp_path / 'run').mkdir()
   convert.run(CHECKPOINT, tmp_path / 'run')
   assert aogpt_jax.load(tmp_path / 'run').step == 12
+
+
+def test_a_conversion_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
+  def fail(reference, directory):
+    directory.mkdir()
+    raise UserError('disk full')
+  monkeypatch.setattr(convert, '_write_checkpoint', fail)
+  with pytest.raises(UserError, match='disk full'):
+    convert.run(CHECKPOINT, tmp_path / 'run')
+  assert not list(tmp_path.iterdir())
