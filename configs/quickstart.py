@@ -19,7 +19,6 @@ def get_config():
   config.model.gate_init = 1.0
   config.model.scan_layers = False  # three layers: unrolled is faster, and compiles soon enough
   config.optimizer.learning_rate = 6e-3
-  config.optimizer.min_learning_rate = 6e-5
   config.optimizer.warmup_steps = 50
   config.optimizer.ema_decay = 0.995
   config.train.num_steps = 4200
@@ -27,7 +26,6 @@ def get_config():
   config.train.log_every = 100
   config.train.eval_every = 0
   config.train.checkpoint_every = 500
-  config.eval.num_orders = 4
   config.sample.temperature = 0.8
   config.sample.top_p = 0.8
   config.sample.infill = 'Good morrow, my <mask:2>. What news?'

@@ -148,7 +148,7 @@ def test_the_docstring_names_its_command_its_variants_and_flags_that_parse(path,
     assert str(changed[name]) == value
 
 
-@pytest.mark.parametrize('path', sorted(set(FILES) - {'configs/quickstart.py'}))
+@pytest.mark.parametrize('path', sorted(FILES))
 def test_it_states_only_differences_from_the_defaults(path, monkeypatch):
   """Every field that it assigns differs from the default, in some variant at least."""
   idle, useful = set(), set()

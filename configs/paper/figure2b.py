@@ -8,11 +8,11 @@ Variants, all with the net of AO-GPT small:
   any_order: uniform orders.
   mixture: AO-GPT, uniform orders but 10 % left to right.
 
-What exactly the figure plots is not in our notes: these are the runs that its findings compare.
+These are the runs that its findings compare; the figure itself was not at hand.
 
 500k steps of 0.5M tokens a variant, 262 billion; the validation losses of every 1000 steps are in
-metrics.jsonl. Our notes do not give the length of the paper's runs. For a shorter one with the
-same learning rates: --config.train.num_steps=20000 --config.optimizer.decay_steps=500000
+metrics.jsonl. The length of the paper's runs is not known to us. A shorter one with the same
+learning rates: --config.train.num_steps=20000 --config.optimizer.decay_steps=500000
 Meant for eight devices of 80 GB as configs/small.py; on one add --config.train.accumulation=64.
 
 Expected: the training loss of any_order falls more slowly than that of left_to_right (1); mixture

@@ -9,8 +9,8 @@ Variants, all else as AO-GPT small:
   every_block_distinct: (d) an embedding for every block, added to its input.
 
 500k steps of 0.5M tokens a variant, 262 billion; the validation losses of every 1000 steps are in
-metrics.jsonl. Our notes do not give the length of the paper's runs. For a shorter one with the
-same learning rates: --config.train.num_steps=20000 --config.optimizer.decay_steps=500000
+metrics.jsonl. The length of the paper's runs is not known to us. A shorter one with the same
+learning rates: --config.train.num_steps=20000 --config.optimizer.decay_steps=500000
 Meant for eight devices of 80 GB as configs/small.py; on one add --config.train.accumulation=64.
 
 Expected: adaln has the best loss throughout. The paper gives no numbers for the curves.

@@ -7,12 +7,12 @@ Variants, all else as AO-GPT small: no_ema, ema_0.99, ema_0.999, ema_0.9999 (AO-
 that are trained are the same in all four; the average, and so the validation losses, differ.
 
 500k steps of 0.5M tokens a variant, 262 billion; the validation losses of every 1000 steps are in
-metrics.jsonl. Our notes do not give the length of the paper's runs. For a shorter one with the
-same learning rates: --config.train.num_steps=20000 --config.optimizer.decay_steps=500000
+metrics.jsonl. The length of the paper's runs is not known to us. A shorter one with the same
+learning rates: --config.train.num_steps=20000 --config.optimizer.decay_steps=500000
 Meant for eight devices of 80 GB as configs/small.py; on one add --config.train.accumulation=64.
 
-Expected: ema_0.9999, the paper's choice, ends best. The order of the other three, and the numbers
-of the curves, are not in our notes.
+Expected: ema_0.9999, the paper's choice, ends best. The curves have no
+printed numbers.
 """
 
 from aogpt_jax import config as config_lib

@@ -8,12 +8,12 @@ Variants, all else as AO-GPT small, so input is σ-GPT's injection in the net of
   input_ema, adaln_ema: evaluated with their average, decay 0.9999.
 
 500k steps of 0.5M tokens a variant, 262 billion; the validation losses of every 1000 steps are in
-metrics.jsonl. Our notes do not give the length of the paper's runs. For a shorter one with the
-same learning rates: --config.train.num_steps=20000 --config.optimizer.decay_steps=500000
+metrics.jsonl. The length of the paper's runs is not known to us. A shorter one with the same
+learning rates: --config.train.num_steps=20000 --config.optimizer.decay_steps=500000
 Meant for eight devices of 80 GB as configs/small.py; on one add --config.train.accumulation=64.
 
-Expected: adaln_ema, which is AO-GPT, best of the four. Which of the two changes matters more, and
-the numbers of the curves, are not in our notes.
+Expected: adaln_ema, which is AO-GPT, best of the four. The curves have no
+printed numbers.
 """
 
 from aogpt_jax import config as config_lib
