@@ -6,8 +6,8 @@ from typing import Any
 __version__ = '0.1.0'
 
 # Loaded at first use: importing the package must not import jax, so that --help is instant.
-_SUBMODULES = ('config', 'data', 'evaluation', 'interop', 'keys', 'lm', 'model', 'objective',
-               'orders', 'sampling', 'sharding', 'training')
+_SUBMODULES = ('config', 'data', 'evaluation', 'interop', 'keys', 'lm', 'masks', 'model',
+               'objective', 'orders', 'sampling', 'sharding', 'training')
 _NAMES = {'load': 'lm', 'LanguageModel': 'lm', 'UserError': 'errors'}
 __all__ = ['__version__', *_SUBMODULES, *_NAMES]
 

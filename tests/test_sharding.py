@@ -1,5 +1,6 @@
 """Meshes of eight virtual devices: rules for every parameter, equal numbers, less memory each."""
 
+import dataclasses
 import functools
 import re
 
@@ -58,6 +59,45 @@ def test_five_updates_are_those_of_one_device(sizes):
   losses, _ = _train(*sizes)
   np.testing.assert_allclose(losses, _train(1, 1, 1)[0], rtol=0, atol=1e-5)
   assert len(set(losses.round(3))) == 5
+
+
+def test_an_encoder_s_updates_are_those_of_one_device():
+  """Masks are drawn by the row's number in the global batch, so a mesh does not change them."""
+  config = dataclasses.replace(CONFIG, model=dataclasses.replace(
+      CONFIG.model, architecture='encoder', target_injection='none', position_encoding='rotary'))
+  recipe = step_lib.make_recipe(config)
+  results = []
+  for sizes in ((1, 1, 1), (2, 2, 2)):
+    mesh = sharding.make_mesh(MeshConfig(*sizes), jax.devices()[:int(np.prod(sizes))])
+    shardings = sharding.state_shardings(mesh, jax.eval_shape(lambda: step_lib.init_state(recipe)))
+    state = jax.jit(lambda: step_lib.init_state(recipe), out_shardings=shardings)()
+    rows = sharding.batch_sharding(mesh)
+    step, losses = step_lib.jit_step(recipe, shardings, rows), []
+    for seed in range(3):
+      tokens = np.random.default_rng(seed).integers(0, 32, (16, 8)).astype(np.int32)
+      state, metrics = step(state, sharding.global_array(tokens, rows))
+      losses.append(float(metrics['nats_per_token']))
+    results.append(losses)
+  np.testing.assert_allclose(*results, rtol=0, atol=1e-5)
+  assert len(set(np.round(losses, 3))) == 3
+
+
+@pytest.mark.parametrize('changes', [
+    dict(architecture='encoder', target_injection='none', position_encoding='learned'),
+    dict(target_injection='every_block'), dict(target_injection='every_block_distinct'),
+    dict(target_injection='input', norm='layernorm', qk_norm=False, tie_embeddings=True,
+         head_bias=False)], ids=lambda c: c['target_injection'])
+def test_every_model_has_rules_for_its_parameters(changes):
+  """None without a rule, and every table of targets divided."""
+  model = config_lib.ModelConfig(**(dict(vocab_size=32, context_length=8, num_layers=2, num_heads=4,
+                                         embed_dim=32, use_bias=True) | changes))
+  config = dataclasses.replace(CONFIG, model=model)
+  abstract = jax.eval_shape(lambda: step_lib.init_state(step_lib.make_recipe(config)))
+  mesh = sharding.make_mesh(MeshConfig(1, 8, 1))
+  specs = sharding.state_shardings(mesh, abstract).params
+  for path, placed in nnx.traversals.flatten_mapping(specs).items():
+    if path[-1] in ('kernel', 'embedding'):
+      assert 'fsdp' in placed.spec, path
 
 
 def test_fsdp_divides_the_state():

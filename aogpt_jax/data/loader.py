@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from aogpt_jax.data.packing import Blocks
+from aogpt_jax.data.packing import Rows
 from aogpt_jax.errors import UserError
 
 
@@ -42,7 +42,7 @@ class BatchIterator:
     self._finalizer()
 
 
-def train_batches(blocks: Blocks, global_batch: int, seed: int, *, process_index: int = 0,
+def train_batches(blocks: Rows, global_batch: int, seed: int, *, process_index: int = 0,
                   process_count: int = 1, start: int = 0, num_threads: int = 2,
                   prefetch: int = 16) -> BatchIterator:
   """Iterates over shuffled batches, without end.
@@ -103,7 +103,7 @@ def _check(num_blocks: int, global_batch: int, seed: int, process_index: int, pr
     raise UserError(f'start = {start} must be at least 0; the nearest valid is 0')
 
 
-def eval_batches(blocks: Blocks, batch_size: int
+def eval_batches(blocks: Rows, batch_size: int
                  ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
   """Iterates over every block once, in order.
 
@@ -125,7 +125,7 @@ def eval_batches(blocks: Blocks, batch_size: int
   return _eval_batches(blocks, batch_size)
 
 
-def _eval_batches(blocks: Blocks, batch_size: int
+def _eval_batches(blocks: Rows, batch_size: int
                   ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
   for start in range(0, len(blocks), batch_size):
     wanted = np.arange(start, start + batch_size)
@@ -136,7 +136,7 @@ def _eval_batches(blocks: Blocks, batch_size: int
            index.astype(np.int32))
 
 
-def _read(blocks: Blocks, indices: Sequence[int]) -> list[np.ndarray]:
+def _read(blocks: Rows, indices: Sequence[int]) -> list[np.ndarray]:
   if hasattr(blocks, '__getitems__'):  # one call a batch reads in parallel
     return blocks.__getitems__(indices)
   return [blocks[i] for i in indices]

@@ -5,7 +5,7 @@ and the block length: another request never touches the files of this one.
 
   prepared.json          what was prepared; written last, so its presence means complete
   token_counts.npy       int64 (vocab_size,), how often each id occurs in the blocks
-  packed_blocks/1.0.0/   the blocks, as TFDS writes them (no TensorFlow involved)
+  packed_text/1.0.0/   the blocks, as TFDS writes them (no TensorFlow involved)
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
   def encode(self, text: str) -> np.ndarray: ...
 
 
-class Blocks(Protocol):
+class Rows(Protocol):
   """Random access to blocks: [i] is int32 (block_length,)."""
 
   def __len__(self) -> int: ...
@@ -242,7 +242,7 @@ def _builder_class() -> type:
   """Defines the TFDS builder, once a process (TFDS registers the name)."""
   import tensorflow_datasets as tfds
 
-  class PackedBlocks(tfds.core.GeneratorBasedBuilder):
+  class PackedText(tfds.core.GeneratorBasedBuilder):
     """Blocks of token ids, in the order in which they are given."""
 
     VERSION = tfds.core.Version(_VERSION)
@@ -265,7 +265,7 @@ def _builder_class() -> type:
       for index, block in enumerate(self._blocks):
         yield index, {'tokens': block}
 
-  return PackedBlocks
+  return PackedText
 
 
 def _write_blocks(target: pathlib.Path, blocks: Iterable[np.ndarray], block_length: int) -> int:
@@ -293,31 +293,31 @@ def _quiet() -> Iterator[None]:
     logging.set_verbosity(verbosity)
 
 
-def open_blocks(prepared: PreparedData) -> Blocks:
+def open_blocks(prepared: PreparedData) -> Rows:
   """Opens the blocks for random access: [i] is int32 (block_length,); it pickles.
 
   Raises:
     UserError: if the files are missing or hold another number of blocks.
   """
   import tensorflow_datasets as tfds
-  folder = prepared.directory / 'packed_blocks' / _VERSION
+  folder = prepared.directory / 'packed_text' / _VERSION
   advice = f'delete {prepared.directory} and prepare the data again'
   try:
     with _quiet():
       records = tfds.builder_from_directory(folder).as_data_source(
           split=_SPLIT, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES)
       found = len(records)
-      _RecordBlocks(records)[found - 1]  # a truncated file shows when it is first read
+      _Records(records)[found - 1]  # a truncated file shows when it is first read
   except Exception as error:  # many types, from TFDS and from the C++ reader
     raise UserError(f'{folder}: the blocks are missing or damaged '
                     f'({type(error).__name__}); {advice}') from error
   if found != prepared.num_blocks:
     raise UserError(f'{folder}: holds {found} blocks, but prepared.json says '
                     f'{prepared.num_blocks}; {advice}')
-  return _RecordBlocks(records)
+  return _Records(records)
 
 
-class _RecordBlocks:
+class _Records:
   """Decodes the records itself: TFDS' general decoder takes several times longer a record."""
 
   def __init__(self, records: Sequence[bytes]):
