@@ -5,7 +5,7 @@ and the block length: another request never touches the files of this one.
 
   prepared.json          what was prepared; written last, so its presence means complete
   token_counts.npy       int64 (vocab_size,), how often each id occurs in the blocks
-  packed_text/1.0.0/   the blocks, as TFDS writes them (no TensorFlow involved)
+  packed_blocks/1.0.0/   the blocks, as TFDS writes them (no TensorFlow involved)
 """
 
 import contextlib
@@ -245,6 +245,8 @@ def _builder_class() -> type:
   class PackedText(tfds.core.GeneratorBasedBuilder):
     """Blocks of token ids, in the order in which they are given."""
 
+    name = 'packed_blocks'
+
     VERSION = tfds.core.Version(_VERSION)
 
     def __init__(self, blocks: Iterable[np.ndarray], block_length: int, data_dir: str):
@@ -300,7 +302,7 @@ def open_blocks(prepared: PreparedData) -> Rows:
     UserError: if the files are missing or hold another number of blocks.
   """
   import tensorflow_datasets as tfds
-  folder = prepared.directory / 'packed_text' / _VERSION
+  folder = prepared.directory / 'packed_blocks' / _VERSION
   advice = f'delete {prepared.directory} and prepare the data again'
   try:
     with _quiet():

@@ -135,7 +135,7 @@ def test_a_killed_call_is_redone_from_scratch(corpus, tmp_path, request):
   np.testing.assert_array_equal(packing.open_blocks(prepared).__getitems__(range(len(expected))),
                                 expected)
   assert sorted(path.name for path in prepared.directory.iterdir()) == [
-      'packed_text', 'prepared.json', 'token_counts.npy']
+      'packed_blocks', 'prepared.json', 'token_counts.npy']
 
 
 def test_an_error_midway_leaves_no_marker_and_comes_through(corpus, tmp_path, monkeypatch):
