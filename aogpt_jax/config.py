@@ -7,6 +7,7 @@ overrides, into a `Config`. Nothing here imports jax: `--help` and a wrong key a
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import ml_collections
@@ -95,8 +96,8 @@ class ModelConfig:
           'must be False with model.tie_embeddings=True: a tied head has no bias')
     self._check_positions()
     if self.embed_dim % self.num_heads:
-      valid = [h for h in range(1, self.embed_dim + 1) if self.embed_dim % h == 0]
-      best = min(valid, key=lambda h: abs(h - self.num_heads))
+      near = (self.num_heads + sign * i for i in range(self.num_heads) for sign in (-1, 1))
+      best = next(h for h in near if self.embed_dim % h == 0)  # 1 at the latest
       check(False, 'model.num_heads', self.num_heads,
             f'must divide model.embed_dim={self.embed_dim}; the nearest that does is {best}')
     if self.position_encoding != 'learned':
@@ -349,6 +350,7 @@ def from_dict(values: Any, kind: type = Config, prefix: str = '') -> Any:
       if expected is float and type(value) is int:
         value = float(value)
       check(type(value) is expected, name, value, f'must be of type {expected.__name__}')
+      check(expected is not float or math.isfinite(value), name, value, 'must be finite')
     kwargs[key] = value
   return kind(**kwargs)
 

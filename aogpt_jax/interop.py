@@ -101,6 +101,10 @@ def _to_numpy(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
   for name, t in tensors.items():
     if not (isinstance(t, torch.Tensor) and t.is_floating_point()):
       raise UserError(f'{name} must be a tensor of floats, not {getattr(t, "dtype", type(t))}')
+    if t.layout != torch.strided or t.is_meta:
+      raise UserError(f'{name} must be a dense tensor with data, not {t.layout} on {t.device}')
+    if not t.isfinite().all():
+      raise UserError(f'{name} holds nan or inf: these weights are of a run that broke')
   return {name: t.detach().float().numpy() for name, t in tensors.items()}
 
 
@@ -232,6 +236,7 @@ def save_reference(model: AOGPT, path: str | os.PathLike[str], ema: AOGPT | None
   unfinished = path.with_name(f'{path.name}.tmp-{os.getpid()}')
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished.touch()  # the system's own reason, if it cannot be written; torch's is unreadable
     torch.save(checkpoint, unfinished)
     os.replace(unfinished, path)
   except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError

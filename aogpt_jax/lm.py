@@ -62,6 +62,17 @@ def parse_template(template: str, tokenizer: tokenizers.Tokenizer,
   return tokens, known
 
 
+def check_template(template: str, tokenizer: tokenizers.Tokenizer, config: Config,
+                   ) -> tuple[np.ndarray, np.ndarray]:
+  """`parse_template` for the model of `config`; UserError also if it cannot fill these holes."""
+  tokens, known = parse_template(template, tokenizer, config.model.context_length)
+  order = config.order.name
+  check(config.model.knows_target or (order == 'left_to_right' and not known[known.sum():].any()),
+        'template', template, f'this model knows the order {order} only; it can fill a hole if '
+        'that is left_to_right and the hole is at the end')
+  return tokens, known
+
+
 @dataclasses.dataclass(frozen=True)
 class Score:
   """Log-likelihood of a text: total nats of its tokens (negative log), and how many tokens."""
@@ -141,16 +152,11 @@ class LanguageModel:
     """
     check(num_samples >= 1, 'num_samples', num_samples, 'must be at least 1')
     config_lib.check_seed('seed', seed)
-    tokens, known = parse_template(template, self.tokenizer,
-                                   self.model.config.context_length)
+    tokens, known = check_template(template, self.tokenizer, self.config)
     length, num_known = len(tokens), int(known.sum())
     positions = np.arange(length)
-    only_forward = not self.model.config.knows_target
-    if only_forward:
-      check(self.config.order.name == 'left_to_right' and not known[num_known:].any(), 'template',
-            template, f'this model knows the order {self.config.order.name} only, in which a hole '
-            'can be filled if that is left_to_right and the hole is at the end')
-    shuffled = orders_lib.make('left_to_right' if only_forward else 'uniform').sample(
+    name = 'uniform' if self.config.model.knows_target else 'left_to_right'
+    shuffled = orders_lib.make(name).sample(
         keys.stream_key(seed, 'order'), num_samples, length - num_known)
     order = jnp.concatenate([
         jnp.broadcast_to(positions[known], (num_samples, num_known)),
@@ -215,7 +221,7 @@ def load(path: str | pathlib.Path, ema: bool = True) -> LanguageModel:
   Raises:
     UserError: if there is no finished checkpoint there, or a file is damaged.
   """
-  path = pathlib.Path(path)
+  path = pathlib.Path(path).expanduser()
   if path.suffix == '.pt' and not path.is_dir():
     return _load_reference(path, ema)
   run, step = path, None

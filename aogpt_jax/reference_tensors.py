@@ -4,6 +4,7 @@ A reference linear stores (out, in); ours (in, out), with heads and modulation r
 One table, `tensor_table`, serves both directions. No torch here; files are read in `interop`.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -49,6 +50,10 @@ class Tensor(NamedTuple):
     return array.reshape(self.shape[::-1]).T if self.transposed else array.reshape(self.shape)
 
 
+def _finite(value: Any) -> bool:
+  return isinstance(value, (int, float)) and math.isfinite(value)
+
+
 def model_config(reference: Mapping[str, Any], **changes: Any) -> ModelConfig:
   """Translates the reference's model_args (n_layer, n_head, …); `changes` win.
 
@@ -63,7 +68,9 @@ def model_config(reference: Mapping[str, Any], **changes: Any) -> ModelConfig:
   fields = {}
   for name, (field, kind) in ARGUMENTS.items():
     value = reference.get(name, 0.0)
-    check(isinstance(value, (int, float)), f'model_args.{name}', value, 'must be a number')
+    whole = kind is float or value == round(value) if _finite(value) else False
+    check(whole, f'model_args.{name}', value,
+          'must be a finite number' + ('' if kind is float else ', and a whole one'))
     fields[field] = kind(value)
   return ModelConfig(**(fields | changes))
 

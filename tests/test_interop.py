@@ -1,6 +1,7 @@
 """The reference's weights, its checkpoint files, and what it computes with them."""
 
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -234,6 +235,14 @@ def _damage(checkpoint, change):
     shadow[3] = torch.zeros(2, 32)
   if change == 'no shadows':
     del checkpoint['ema_model']['shadow_params']
+  if change == 'fraction':
+    checkpoint['model_args']['n_layer'] = 2.5
+  if change == 'nan layers':
+    checkpoint['model_args']['n_layer'] = math.nan
+  if change == 'broken':
+    state['lm_head.bias'][3] = math.nan
+  if change == 'sparse':
+    state['lm_head.bias'] = state['lm_head.bias'].to_sparse()
   if change == 'integers':
     state['lm_head.bias'] = torch.zeros(61, dtype=torch.int64)
   if change == 'missing':
@@ -246,7 +255,11 @@ def _damage(checkpoint, change):
 @pytest.mark.parametrize(('change', 'message'), [
     ('no model_args', "not a checkpoint of the reference: it has no dict 'model_args'"),
     ('list', "it has no dict 'model'"), ('no n_head', 'model_args has no n_head'),
-    ('text n_head', "model_args.n_head='two': must be a number"),
+    ('text n_head', "model_args.n_head='two': must be a finite number"),
+    ('fraction', 'model_args.n_layer=2.5: must be a finite number, and a whole one'),
+    ('nan layers', 'model_args.n_layer=nan: must be a finite number'),
+    ('broken', 'lm_head.bias holds nan or inf'),
+    ('sparse', 'lm_head.bias must be a dense tensor with data'),
     ('code', 'holds pathlib.PurePosixPath, which is neither a tensor nor plain data'),
     ('few shadows', 'shadow_params has 50 tensors, but the model has 51 parameters'),
     ('bad shadow', 'shadow_params: .*wnonee.weight has shape .2, 32., expected .1, 32.'),

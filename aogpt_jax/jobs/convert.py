@@ -30,7 +30,8 @@ def run(source: pathlib.Path, destination: pathlib.Path, context_length: int | N
     UserError: if it is not clear which way to convert, if the destination exists, and all that
       `interop.read_reference`, `interop.save_reference` and `lm.load` find.
   """
-  from_file, to_file = (path.suffix == '.pt' for path in (source, destination))
+  source, destination = source.resolve(), destination.resolve()  # a link stays, its target counts
+  from_file, to_file = (path.suffix.lower() == '.pt' for path in (source, destination))
   if from_file == to_file:
     raise UserError(f'--source={source} --destination={destination}: one of the two must be a .pt '
                     'file of the reference, the other a run directory')
@@ -70,6 +71,8 @@ def _to_run(source: pathlib.Path, destination: pathlib.Path, context_length: int
     _write_checkpoint(reference, unfinished / 'checkpoints')
     (unfinished / 'config.json').write_text(config_lib.to_json(reference.config))
     os.replace(unfinished, destination)
+  except OSError as error:
+    raise UserError(f'--destination={destination}: cannot be written: {error.strerror}') from None
   finally:
     shutil.rmtree(unfinished, ignore_errors=True)
   log.info('%s: step %d with a new optimiser state; its texts are ids, "3 17 4"', destination,

@@ -36,10 +36,10 @@ def run(config: Config, workdir: pathlib.Path) -> None:
   lm = lm_lib.load(workdir)
   log.info('step %d of %s; only the sample section of --config is used', lm.step, workdir)
   options = config.sample
-  if lm.config.data.tokenizer == 'ids' and options.infill:
+  if options.infill:
     try:
-      lm_lib.parse_template(options.infill, lm.tokenizer, lm.model.config.context_length)
-    except UserError as error:  # the config's template is a text, this run knows ids alone
+      lm_lib.check_template(options.infill, lm.tokenizer, lm.config)
+    except UserError as error:  # the template came with the config, perhaps that of another run
       log.warning('sample.infill is left out: %s', error)
       options = dataclasses.replace(options, infill='')
   show(lm, options)

@@ -59,6 +59,9 @@ def _check_workdir(config: Config, workdir: pathlib.Path, overwrite: bool) -> No
       path = workdir / name
       shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return
+  if not old.data.train:
+    raise UserError(f'--workdir={workdir}: holds a converted checkpoint, which cannot be trained '
+                    'on; choose another directory')
   different = config_lib.differing_fields(old, config)
   if different:
     raise UserError(f'--workdir={workdir}: holds a run with another config: '
@@ -126,7 +129,10 @@ def _tokenizer(config: Config, workdir: pathlib.Path) -> tokenizers.SentencePiec
       tokenizer.vocab_size <= config.model.vocab_size, 'model.vocab_size', config.model.vocab_size,
       f'must be at least the {tokenizer.vocab_size} ids of the tokenizer')
   if config.sample.infill:  # a template that does not fit must not fail after days of training
-    lm_lib.parse_template(config.sample.infill, tokenizer, config.model.context_length)
+    try:
+      lm_lib.check_template(config.sample.infill, tokenizer, config)
+    except UserError as error:
+      raise UserError(f'sample.infill: {error}; --config.sample.infill= leaves it out') from None
   return tokenizer
 
 

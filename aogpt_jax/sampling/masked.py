@@ -128,7 +128,9 @@ def ancestral(model: MaskedEncoder, key: jax.Array, batch_size: int, length: int
   Raises:
     UserError: for an impossible option.
   """
-  check(steps >= 1, 'steps', steps, 'must be at least 1')
+  check(isinstance(model, MaskedEncoder), 'model', type(model).__name__, 'must be a MaskedEncoder')
+  for name, value in (('batch_size', batch_size), ('steps', steps)):
+    check(isinstance(value, int) and value >= 1, name, value, 'must be an integer of at least 1')
   check(1 <= length <= model.config.context_length, 'length', length,
         f'must be in 1..{model.config.context_length}, the context_length of this model')
   turn_key, token_key = jax.random.split(key)

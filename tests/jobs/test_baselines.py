@@ -1,5 +1,6 @@
 """The masked encoder and the left-to-right GPT through the whole job: train, validate, generate."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 import aogpt_jax
 from aogpt_jax import config as config_lib
 from aogpt_jax.errors import UserError
-from aogpt_jax.jobs import train
+from aogpt_jax.jobs import sample, train
 
 TEXT = 'One two three four five six seven eight nine ten.\nOnce more!\n'
 
@@ -50,7 +51,7 @@ def test_encoder(tmp_path):
   assert 0 < likely.nats < unlikely.nats
 
 
-def test_left_to_right_gpt(tmp_path):
+def test_left_to_right_gpt(tmp_path, capsys, caplog):
   """Scored and sampled in its own order; it continues a text and refuses any other hole."""
   lm, evaluation, _ = _run(
       tmp_path, dict(target_injection='none', norm='layernorm', qk_norm=False, tie_embeddings=True,
@@ -62,5 +63,14 @@ def test_left_to_right_gpt(tmp_path):
   assert lm.infill('One two<mask:3>')[0].startswith('One two')
   with pytest.raises(UserError, match='knows the order left_to_right only.*the hole is at the end'):
     lm.infill('One <mask:2> three')
+  (tmp_path / 'again').mkdir()
+  config = dataclasses.replace(lm.config, sample=config_lib.SampleConfig(
+      num_samples=0, infill='a <mask> b'))
+  with pytest.raises(UserError, match='sample.infill: template=.*--config.sample.infill= leaves'):
+    train.run(config, tmp_path / 'again')
+  assert not (tmp_path / 'again' / 'config.json').exists()  # before any training
+  capsys.readouterr()
+  sample.run(config, tmp_path / 'run')  # the config's template may be that of another run
+  assert 'samples' not in capsys.readouterr().out and 'sample.infill is left out' in caplog.text
   with pytest.raises(UserError, match="order='uniform': this model is not told the next position"):
     lm.score(['One'], order='uniform')

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import aogpt_jax
-from aogpt_jax import interop, lm as lm_lib
+from aogpt_jax import config as config_lib, interop, lm as lm_lib
 from aogpt_jax.errors import UserError
 from aogpt_jax.jobs import convert, train
 
@@ -86,11 +86,12 @@ def test_a_file_without_an_average_and_a_shorter_context(tmp_path, caplog):
 def test_a_converted_run_cannot_be_trained_on(run):
   """Its data is not known. The directory is left as it was."""
   before = sorted(run.rglob('*'))
-  with pytest.raises(UserError, match='corpus ""'):
-    train.run(lm_lib.read_config(run), run)
+  config = config_lib.Config(model=lm_lib.read_config(run).model)
+  with pytest.raises(UserError, match='a converted checkpoint, which cannot be trained on'):
+    train.run(config, run)
   result = main('--config=configs/quickstart.py', f'--workdir={run}')
   assert result.returncode == 2 and 'Traceback' not in result.stderr
-  assert 'holds a run with another config' in result.stderr
+  assert 'holds a converted checkpoint' in result.stderr and 'overwrite' not in result.stderr
   assert [p for p in sorted(run.rglob('*')) if p.name != '.lock'] == before
 
 
@@ -131,6 +132,7 @@ def test_the_other_modes_need_config_and_workdir():
     ('none.pt', 'new', 'none.pt: does not exist'), ('none', 'new.pt', 'none: does not exist'),
     ('empty', 'new.pt', 'not a run directory'), ('empty', 'dir.pt', 'is a directory'),
     ('x.pt', 'full', 'full: exists and is not an empty directory'),
+    ('x.pt', 'file/new', 'file/new: cannot be written: Not a directory'),
     ('x.pt', 'file', 'file: exists and is not an empty directory'),
     ('bad.pt', 'new', 'bad.pt: cannot be read as a PyTorch checkpoint')])
 def test_mistakes_change_nothing(tmp_path, source, destination, message):
@@ -166,6 +168,14 @@ def test_a_run_that_the_reference_cannot_express(run, tmp_path, monkeypatch):
   with pytest.raises(UserError, match='model.qk_norm=False: must be True in a reference'):
     convert.run(run, tmp_path / 'y.pt')
   assert not list(tmp_path.iterdir())
+
+
+def test_a_link_is_followed(tmp_path):
+  """A link to an empty directory: the run is made there, the link stays."""
+  (tmp_path / 'there').mkdir()
+  (tmp_path / 'link').symlink_to(tmp_path / 'there')
+  convert.run(CHECKPOINT, tmp_path / 'link')
+  assert (tmp_path / 'link').is_symlink() and (tmp_path / 'there' / 'config.json').exists()
 
 
 def test_an_empty_directory_may_be_the_destination(tmp_path):
