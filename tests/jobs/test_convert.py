@@ -86,7 +86,8 @@ def test_a_file_without_an_average_and_a_shorter_context(tmp_path, caplog):
 def test_a_converted_run_cannot_be_trained_on(run):
   """Its data is not known. The directory is left as it was."""
   before = sorted(run.rglob('*'))
-  config = config_lib.Config(model=lm_lib.read_config(run).model)
+  config = config_lib.Config(model=lm_lib.read_config(run).model,
+                             data=config_lib.DataConfig(vocab_size=61))
   with pytest.raises(UserError, match='a converted checkpoint, which cannot be trained on'):
     train.run(config, run)
   result = main('--config=configs/quickstart.py', f'--workdir={run}')

@@ -116,7 +116,9 @@ def test_given_tokens_stay_and_the_rule_holds():
 
 
 @pytest.mark.parametrize(('options', 'message'), [
-    (dict(steps=0), 'steps=0: must be an integer of at least 1'), (dict(batch_size=-1), 'batch_size=-1: must be'), (dict(length=5), r'length=5: must be in 1..4'),
+    (dict(steps=0), 'steps=0: must be an integer of at least 1'),
+    (dict(batch_size=-1), 'batch_size=-1: must be an integer'),
+    (dict(length=5), r'length=5: must be in 1..4'),
     (dict(schedule='sine'), "schedule='sine'")])
 def test_impossible_options(options, message):
   with pytest.raises(UserError, match=message):
