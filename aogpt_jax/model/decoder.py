@@ -57,15 +57,17 @@ class AOGPT(Stack):
   """The decoder of paper section 2; AO-GPT, σ-GPT and a left-to-right GPT are configs of it."""
 
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    super().__init__(config, config.vocab_size, rngs=rngs)
     d, n = config.embed_dim, config.context_length
+    self.token_embedding = embedding(config, config.vocab_size, d, rngs=rngs)
     self.position_embedding = embedding(config, n + 1, d, rngs=rngs)  # row 0 is [NONE]'s
+    if config.target_injection in ('adaln', 'input', 'every_block'):
+      width = config.condition_dim if config.target_injection == 'adaln' else d
+      self.target_embedding = embedding(config, n, width, rngs=rngs)
     self.none_embedding = embedding(config, 1, d, rngs=rngs)
+    self.make_layers(config, rngs)
     if config.target_injection == 'adaln':
-      self.target_embedding = embedding(config, n, config.condition_dim, rngs=rngs)
       self.final_modulation = linear(config, config.condition_dim, (2, d), rngs=rngs)
-    elif config.target_injection in ('input', 'every_block'):
-      self.target_embedding = embedding(config, n, d, rngs=rngs)
+    self.make_head(config, rngs)
 
   def __call__(self, tokens: jax.Array, orders: jax.Array,
                key: jax.Array | None = None) -> jax.Array:

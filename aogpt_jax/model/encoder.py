@@ -20,10 +20,12 @@ class MaskedEncoder(Stack):
   """
 
   def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    super().__init__(config, config.vocab_size + 1, rngs=rngs)
+    d = config.embed_dim
+    self.token_embedding = embedding(config, config.vocab_size + 1, d, rngs=rngs)
     if config.position_encoding == 'learned':
-      self.position_embedding = embedding(config, config.context_length, config.embed_dim,
-                                          rngs=rngs)
+      self.position_embedding = embedding(config, config.context_length, d, rngs=rngs)
+    self.make_layers(config, rngs)
+    self.make_head(config, rngs)
 
   def __call__(self, tokens: jax.Array, masked: jax.Array,
                key: jax.Array | None = None) -> jax.Array:

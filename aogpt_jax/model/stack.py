@@ -9,25 +9,32 @@ from flax import nnx
 
 from aogpt_jax.config import ModelConfig
 from aogpt_jax.errors import UserError
-from aogpt_jax.model.layers import Block, embedding, linear, make_norm, matmul
+from aogpt_jax.model.layers import Block, linear, make_norm, matmul
 
 
 class Stack(nnx.Module):
-  """L blocks between a token table of `num_tokens` rows and a head of V ids.
+  """L blocks between tables, which a model makes itself, and a head of V ids.
 
-  Layers are stored stacked: every parameter of `blocks` has a leading axis L.
+  Layers are stored stacked: every parameter of `blocks` has a leading axis L. A model makes its
+  parts in the order in which items pass them; another order would change the initial weights of a
+  seed.
   """
 
-  def __init__(self, config: ModelConfig, num_tokens: int, *, rngs: nnx.Rngs):
+  token_embedding: nnx.Embed
+
+  def make_layers(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    """Adds the blocks and the final norm."""
     self.config = config
-    self.token_embedding = embedding(config, num_tokens, config.embed_dim, rngs=rngs)
     self.blocks = nnx.vmap(lambda r: Block(config, r), in_axes=0, out_axes=0)(
         rngs.split(config.num_layers))
     self.final_norm = make_norm(config, config.embed_dim, rngs=rngs)
+    self.dropout = nnx.Dropout(config.dropout_rate)
+
+  def make_head(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    """Adds the head, unless it is the token embedding."""
     if not config.tie_embeddings:
       self.head = linear(config, config.embed_dim, config.vocab_size, bias=config.head_bias,
                          rngs=rngs)
-    self.dropout = nnx.Dropout(config.dropout_rate)
 
   def check_length(self, length: int) -> None:
     """Raises UserError if a sequence of `length` tokens exceeds the context."""
