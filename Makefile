@@ -14,7 +14,7 @@ quickstart: $(VENV)/installed
 	$(VENV)/bin/python -m aogpt_jax.main --config=configs/quickstart.py --workdir=$(RUN)
 
 test: $(VENV)/torch-installed
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/torch-installed
 	$(VENV)/bin/python -m pytest -m slow

@@ -15,7 +15,7 @@ setuptools.setup(
     license='Apache-2.0',
     python_requires='>=3.11',
     packages=setuptools.find_packages(include=['aogpt_jax', 'aogpt_jax.*']),
-    package_data={'aogpt_jax': ['py.typed', 'data/embedded/*.jsonl.gz']},
+    package_data={'aogpt_jax': ['py.typed', 'data/embedded/*.jsonl.gz', 'report/*.html']},
     install_requires=[
         'absl-py>=2.1,<3',
         'array_record>=0.8,<0.9',
@@ -33,7 +33,7 @@ setuptools.setup(
         'tqdm>=4.66,<5',
     ],
     extras_require={
-        'dev': ['chex>=0.1.90,<0.2', 'hypothesis>=6.100,<7', 'pytest>=8,<10',
+        'dev': ['chex>=0.1.90,<0.2', 'hypothesis>=6.100,<7', 'pytest>=8,<10', 'pytest-xdist>=3.6,<4',
                 'ruff>=0.17,<0.18', 'scipy>=1.13,<2'],
         'torch': ['torch>=2.4,<3'],
         'cuda': ['jax[cuda12]>=0.10,<0.12'],

@@ -19,6 +19,9 @@ INJECTIONS = ('adaln', 'input', 'every_block', 'every_block_distinct', 'none')
 NORMS = ('rmsnorm', 'layernorm')
 INITIALIZERS = ('truncated_normal', 'normal')
 MASKINGS = ('linear', 'cosine', 'count')
+SAMPLERS = ('parallel', 'sequential', 'speculative', 'adaptive')
+SCHEDULES = ('linear', 'cosine')
+POLICIES = ('confidence', 'entropy', 'margin')
 DTYPES = ('float32', 'bfloat16')
 ORDERS = ('left_to_right', 'uniform', 'mixture', 'fixed', 'blockwise')
 INNER_ORDERS = ('fixed', 'random')
@@ -245,18 +248,39 @@ class SampleConfig:
   """Texts drawn by --mode=sample and at the end of training."""
 
   num_samples: int = 3
-  steps: int = 0  # forward passes a text; 0: one a token
+  sampler: str = 'parallel'  # or sequential, speculative (lossless), adaptive; see aogpt_jax.lm
+  steps: int = 0  # parallel: forward passes a text; 0: one a token
+  schedule: str = 'linear'  # parallel: how many tokens each step reveals; or cosine
+  order: str = ''  # of the tokens to fill; empty: uniform, or the one order that a run knows
   temperature: float = 1.0  # 0: greedy
+  final_temperature: float = -1.0  # reached linearly at the last step; -1: constant
+  top_k: int = 0  # 0: all
   top_p: float = 1.0
+  min_p: float = 0.0  # least share of the most probable token
+  window: int = 4  # speculative: tokens drafted at once
+  policy: str = 'confidence'  # adaptive: position that is filled next; or entropy, margin
+  candidates: int = 0  # adaptive: random positions scored at each step; 0: all that remain
+  batch_size: int = 32  # texts generated at once; changes no text
   seed: int = 0
   infill: str = ''  # a text with holes <mask:k> of k tokens, filled at the end of training
 
   def __post_init__(self):
-    _check_at_least(self, 'sample', 0, 'num_samples', 'steps')
+    _check_at_least(self, 'sample', 0, 'num_samples', 'steps', 'top_k', 'candidates')
+    _check_at_least(self, 'sample', 1, 'window', 'batch_size')
+    check_choice('sample.sampler', self.sampler, SAMPLERS)
+    check_choice('sample.schedule', self.schedule, SCHEDULES)
+    check_choice('sample.order', self.order, ('', *ORDERS))
+    check_choice('sample.policy', self.policy, POLICIES)
     check(0 <= self.temperature < float('inf'), 'sample.temperature', self.temperature,
           'must be finite and at least 0 (greedy)')
+    final = self.final_temperature
+    check(0 <= final < float('inf') or final == -1, 'sample.final_temperature', final,
+          'must be finite and at least 0 (greedy), or -1 (constant)')
+    check(final == -1 or self.sampler == 'parallel', 'sample.final_temperature', final,
+          f'must be -1 with sample.sampler={self.sampler!r}: only parallel steps are annealed')
     check_seed('sample.seed', self.seed)
     check(0 <= self.top_p <= 1, 'sample.top_p', self.top_p, 'must be in [0, 1]')
+    check(0 <= self.min_p <= 1, 'sample.min_p', self.min_p, 'must be in [0, 1]')
 
 
 @dataclasses.dataclass(frozen=True)

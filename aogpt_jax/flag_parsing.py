@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Iterable
 from typing import NoReturn
 
 from absl import flags
@@ -53,11 +54,11 @@ def parse(argv: list[str]) -> list[str]:
     fail(error)
 
 
-def check_given(mode: str, needed: tuple[str, ...], others: tuple[str, ...]) -> None:
+def check_given(mode: str, needed: Iterable[str], others: Iterable[str]) -> None:
   """Raises UserError unless all flags `needed` are given, and none of the `others`."""
   for name in needed:
     if not flags.FLAGS[name].present:
       raise UserError(f'--{name} is missing; --mode={mode} needs --{" and --".join(needed)}')
-  for name in others:
+  for name in sorted(others):
     if flags.FLAGS[name].present:
       raise UserError(f'--{name} is not used by --mode={mode}; leave it out')

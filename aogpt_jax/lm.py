@@ -2,75 +2,45 @@
 
 import dataclasses
 import pathlib
-import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from aogpt_jax import (
+  completion,
   config as config_lib,
   interop,
   keys,
   model as model_lib,
   objective,
   orders as orders_lib,
-  sampling,
+  templates,
 )
-from aogpt_jax.config import Config, check
+from aogpt_jax.completion import Completion
+from aogpt_jax.config import Config, SampleConfig, check
 from aogpt_jax.data import tokenizers
 from aogpt_jax.errors import UserError
 from aogpt_jax.model import AOGPT
 from aogpt_jax.training import checkpoints
 
-_HOLE = re.compile(r'<mask(?::(\d+))?>')
-_TOUCHED_HOLE = re.compile(r'\S<mask(?::\d+)?>|<mask(?::\d+)?>\S')
 
-
-def parse_template(template: str, tokenizer: tokenizers.Tokenizer,
-                   context_length: int) -> tuple[np.ndarray, np.ndarray]:
-  """Tokenizes a text with holes `<mask:k>`; what stands between two holes, by itself.
-
-  Returns:
-    Token ids (n,) int32 with zeros in the holes, and which are known (n,) bool.
-
-  Raises:
-    UserError: for a template without a hole, with a hole of 0 tokens, or longer than the context;
-      for a hole without spaces around it where the tokenizer is one of ids.
-  """
-  pieces, known, end = [], [], 0
-  for hole in [*_HOLE.finditer(template), None]:
-    ids = tokenizer.encode(template[end:hole.start() if hole else len(template)])
-    pieces.append(ids)
-    known.append(np.ones(len(ids), bool))
-    if hole:
-      digits = hole[1] or '1'
-      width = int(digits) if len(digits) < 10 else context_length + 1
-      check(1 <= width <= context_length, 'template', hole[0][:40],
-            f'a hole must have 1..{context_length} tokens, the context_length of this model')
-      pieces.append(np.zeros(width, np.int32))
-      known.append(np.zeros(width, bool))
-      end = hole.end()
-  tokens, known = np.concatenate(pieces).astype(np.int32), np.concatenate(known)
-  check(not known.all(), 'template', template, 'has no hole; write <mask:k> for k tokens')
-  check(not (tokenizer.spaced and _TOUCHED_HOLE.search(template)), 'template', template,
-        'has no space between a hole and its neighbour; write "3 <mask:2> 5"')
-  check(len(tokens) <= context_length, 'template', template,
-        f'has {len(tokens)} tokens, more than the context_length={context_length} of this model')
-  return tokens, known
-
-
-def check_template(template: str, tokenizer: tokenizers.Tokenizer, config: Config,
-                   ) -> tuple[np.ndarray, np.ndarray]:
-  """`parse_template` for the model of `config`; UserError also if it cannot fill these holes."""
-  tokens, known = parse_template(template, tokenizer, config.model.context_length)
-  order = config.order.name
+def check_template(text: str, tokenizer: tokenizers.Tokenizer, config: Config,
+                   ) -> templates.Template:
+  """`templates.parse` for the model of `config`; UserError also if it cannot fill these holes."""
+  template = templates.parse(text, tokenizer, config.model.context_length)
+  order, known = config.order.name, template.known
   check(config.model.knows_target or (order == 'left_to_right' and not known[known.sum():].any()),
-        'template', template, f'this model knows the order {order} only; it can fill a hole if '
+        'template', text, f'this model knows the order {order} only; it can fill a hole if '
         'that is left_to_right and the hole is at the end')
-  return tokens, known
+  return template
+
+
+def _options(**fields: Any) -> SampleConfig:
+  """SampleConfig from keyword arguments; UserError for a name that it does not have."""
+  return config_lib.from_dict(fields, SampleConfig, 'sample.')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,86 +67,94 @@ class LanguageModel:
           f'this model is not told the next position, so it knows its own order only: {own.name}')
     return orders_lib.make(name, **(own.options() if name == own.name else {}))
 
-  def _rule(self, temperature: float, top_p: float) -> sampling.SamplingRule:
-    return sampling.SamplingRule(temperature, top_p, self.tokenizer.vocab_size)
-
   @property
   def generation_order(self) -> str:
     """Name of the orders that `sample` generates in."""
     name = self.config.order.name
     return 'uniform' if name == 'mixture' else name
 
-  def sample(self, num_samples: int = 1, steps: int = 0, temperature: float = 1.0,
-             top_p: float = 1.0, seed: int = 0) -> list[str]:
+  def complete(self, texts: Sequence[str], options: SampleConfig) -> Iterator[Completion]:
+    """Fills templates (see `aogpt_jax.templates`), options.num_samples times each.
+
+    Args:
+      texts: templates; rows may differ in known text, holes and length.
+      options: of sampling; order '' is uniform, or the order of a model that knows one alone.
+
+    Returns:
+      An iterator of Completions, template by template. Row i depends on (seed, i) alone.
+
+    Raises:
+      UserError: for a bad template or option.
+    """
+    parsed = [check_template(text, self.tokenizer, self.config) for text in texts]
+    default = 'uniform' if self.config.model.knows_target else self.config.order.name
+    rows = completion.make_rows(parsed, options.num_samples, self._order(options.order or default),
+                                options.seed)
+    return completion.complete(self.model, self.tokenizer, rows, options)
+
+  def sample(self, num_samples: int = 1, **options: Any) -> list[str]:
     """Draws texts of the full context length.
 
     Each text has its own uniformly random order; a run trained on one kind of order alone
     (left_to_right, fixed, blockwise) generates in that.
 
     Args:
-      num_samples: texts.
-      steps: forward passes a text; fewer than the context length reveal several tokens in one pass,
-        independently of each other. 0: one a token.
-      temperature: of every draw; 0 is greedy.
-      top_p: nucleus of every draw; 1 keeps all tokens.
-      seed: text i depends on (seed, i) alone.
+      num_samples: texts; text i depends on (seed, i) alone.
+      **options: fields of `SampleConfig`: steps (0: one token each), temperature, top_p, top_k,
+        min_p, schedule, sampler, order, seed, …
 
     Raises:
       UserError: for an impossible option.
     """
     check(num_samples >= 1, 'num_samples', num_samples, 'must be at least 1')
-    config_lib.check_seed('seed', seed)
-    length = self.model.config.context_length
-    order = self._order(self.generation_order).sample(
-        keys.stream_key(seed, 'order'), num_samples, length)
-    tokens = sampling.generate(self.model, keys.stream_key(seed, 'sample'), order, steps=steps,
-                               rule=self._rule(temperature, top_p))
-    return [self.tokenizer.decode(row) for row in np.asarray(tokens)]
+    options = _options(num_samples=num_samples, **options)
+    return [c.text for c in self.sample_completions(options)]
 
-  def infill(self, template: str, num_samples: int = 1, steps: int = 0, temperature: float = 1.0,
-             top_p: float = 1.0, seed: int = 0) -> list[str]:
-    """Fills the holes of a text given everything around them, in uniformly random order.
+  def sample_completions(self, options: SampleConfig) -> Iterator[Completion]:
+    """As `sample`, with all that is known of each text."""
+    length = self.model.config.context_length
+    check(options.steps <= length, 'steps', options.steps, f'must be in 1..{length}')
+    whole = templates.Template((length,), np.zeros(length, np.int32), np.zeros(length, bool))
+    order = self._order(options.order or self.generation_order)
+    rows = completion.make_rows([whole], options.num_samples, order, options.seed)
+    return completion.complete(self.model, self.tokenizer, rows, options)
+
+  def infill(self, template: str | Sequence[str], num_samples: int = 1, **options: Any,
+             ) -> list[str]:
+    r"""Fills the holes of texts given everything around them, in uniformly random order.
 
     A left-to-right GPT, which is not told the next position, can fill a hole at the end alone.
 
     Args:
-      template: text with holes `<mask:k>` of k tokens (`<mask>`: 1). Text between holes is
-        tokenized by itself and comes back unchanged.
-      num_samples, steps, temperature, top_p, seed: as in `sample`; 0 steps: one a hole token.
+      template: text with holes `<mask:k>` of k tokens (`<mask>`: 1; `\<mask>` is literal text), or
+        several such texts. Known text is tokenized piece by piece and comes back unchanged; a
+        text without holes comes back whole.
+      num_samples: texts of each template.
+      **options: as in `sample`; more steps than hole tokens are one token each.
 
     Returns:
-      num_samples texts.
+      num_samples texts of each template, template by template.
 
     Raises:
-      UserError: for a template without a hole, one longer than the context, or a bad option.
+      UserError: for a hole of 0 tokens, a text that is empty or longer than the context, or a bad
+        option.
     """
     check(num_samples >= 1, 'num_samples', num_samples, 'must be at least 1')
-    config_lib.check_seed('seed', seed)
-    tokens, known = check_template(template, self.tokenizer, self.config)
-    length, num_known = len(tokens), int(known.sum())
-    positions = np.arange(length)
-    name = 'uniform' if self.config.model.knows_target else 'left_to_right'
-    shuffled = orders_lib.make(name).sample(
-        keys.stream_key(seed, 'order'), num_samples, length - num_known)
-    order = jnp.concatenate([
-        jnp.broadcast_to(positions[known], (num_samples, num_known)),
-        jnp.asarray(positions[~known])[shuffled]], axis=1)
-    filled = sampling.generate(
-        self.model, keys.stream_key(seed, 'sample'), order, steps=steps,
-        rule=self._rule(temperature, top_p), tokens=np.tile(tokens, (num_samples, 1)),
-        prompt_length=num_known)
-    return [self._decode_around(template, row) for row in np.asarray(filled)]
+    texts = [template] if isinstance(template, str) else list(template)
+    return [c.text for c in self.complete(texts, _options(num_samples=num_samples, **options))]
 
-  def _decode_around(self, template: str, row: np.ndarray) -> str:
-    """Decodes hole by hole, so that the known text is the template's own bytes."""
-    text, at, end = [], 0, 0
-    for hole in _HOLE.finditer(template):
-      before = template[end:hole.start()]
-      at += len(self.tokenizer.encode(before))
-      width = int(hole.group(1) or 1)
-      text += [before, self.tokenizer.decode(row[at:at + width])]
-      at, end = at + width, hole.end()
-    return ''.join(text) + template[end:]
+  def continue_text(self, text: str, num_tokens: int, num_samples: int = 1, **options: Any,
+                    ) -> list[str]:
+    """Continues a text by `num_tokens` tokens: the case of a hole at the end.
+
+    Args:
+      text: the beginning, literally; `<mask>` in it is no hole.
+      num_tokens: at least 1; text and continuation must fit the context.
+      num_samples, **options: as in `infill`.
+    """
+    literal = templates.escape(text)
+    gap = ' ' if self.tokenizer.spaced and text and not text[-1].isspace() else ''
+    return self.infill(f'{literal}{gap}<mask:{num_tokens}>', num_samples, **options)
 
   def score(self, texts: list[str], order: str = 'left_to_right', seed: int = 0) -> list[Score]:
     """Log-likelihood of texts along an order, without an end-of-text token.

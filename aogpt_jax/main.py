@@ -20,7 +20,7 @@ from ml_collections import config_flags
 from aogpt_jax import config as config_lib, flag_parsing
 from aogpt_jax.errors import UserError
 
-MODES = ('train', 'sample', 'convert')
+MODES = ('train', 'sample', 'infill', 'convert', 'bench')
 
 _CONFIG = config_flags.DEFINE_config_file(
     'config', None, 'Config file; override fields with --config.section.field=value after it.')
@@ -33,6 +33,20 @@ _SOURCE = flags.DEFINE_string('source', None, 'convert: a .pt file, a run, or on
 _DESTINATION = flags.DEFINE_string('destination', None, 'convert: a new run, or a .pt file.')
 _CONTEXT_LENGTH = flags.DEFINE_integer('context_length', None, 'convert, from .pt: keep the '
                                        'positions below it alone.')
+_OUTPUT = flags.DEFINE_string('output', None, 'sample, infill: file of JSON lines; - for stdout.')
+_HTML = flags.DEFINE_string('html', None, 'sample, infill: a page that plays the generation.')
+_TEXT = flags.DEFINE_string('text', None, 'infill: a text with holes, <mask:k> for k tokens.')
+_INPUT = flags.DEFINE_string('input', None, 'infill: a file of such lines; - for stdin.')
+_SAMPLER = flags.DEFINE_string('sampler', None, 'sample, infill: parallel, sequential, speculative '
+                               'or adaptive; short for --config.sample.sampler.')
+_SUITE = flags.DEFINE_enum('suite', 'samplers', ('samplers', 'encoder'), 'bench: what to measure.')
+# The flags that belong to some modes alone.
+MODE_FLAGS = {
+    'train': ('config', 'workdir', 'overwrite'),
+    'sample': ('config', 'workdir', 'output', 'html', 'sampler'),
+    'infill': ('config', 'workdir', 'output', 'html', 'sampler', 'text', 'input'),
+    'bench': ('config', 'workdir', 'suite'),
+    'convert': ('source', 'destination', 'context_length', 'overwrite')}
 
 
 def _config_values() -> dict[str, Any]:
@@ -48,20 +62,31 @@ def _path(text: str) -> pathlib.Path:
 
 
 def _run() -> None:
-  if _MODE.value == 'convert':
-    flag_parsing.check_given(_MODE.value, ('source', 'destination'), ('config', 'workdir'))
+  mode = _MODE.value
+  allowed = MODE_FLAGS[mode]
+  needed = allowed[:1] if _SUITE.value == 'encoder' else allowed[:2]
+  flag_parsing.check_given(mode, needed, {f for fs in MODE_FLAGS.values() for f in fs} -
+                           set(allowed))
+  if mode == 'convert':
     job = importlib.import_module('aogpt_jax.jobs.convert')
     return job.run(_path(_SOURCE.value), _path(_DESTINATION.value), _CONTEXT_LENGTH.value,
                    _OVERWRITE.value)
-  flag_parsing.check_given(_MODE.value, ('config', 'workdir'),
-                           ('source', 'destination', 'context_length'))
-  config = config_lib.from_dict(_config_values())
-  workdir = _path(_WORKDIR.value)
-  job = importlib.import_module(f'aogpt_jax.jobs.{_MODE.value}')
-  if _MODE.value == 'train':
-    job.run(config, workdir, overwrite=_OVERWRITE.value)
-  else:
-    job.run(config, workdir)
+  values = _config_values()
+  if _SAMPLER.value is not None:
+    values['sample'] = dict(values['sample']) | {'sampler': _SAMPLER.value}
+  config = config_lib.from_dict(values)
+  workdir = _path(_WORKDIR.value or '.')
+  job = importlib.import_module(f'aogpt_jax.jobs.{mode}')
+  if mode == 'train':
+    return job.run(config, workdir, overwrite=_OVERWRITE.value)
+  if mode == 'bench':
+    return job.run(config, workdir, _SUITE.value)
+  from aogpt_jax.jobs import outputs
+  destination = outputs.Destination(_OUTPUT.value or '', _HTML.value or '')
+  destination.check()
+  if mode == 'infill':
+    return job.run(config, workdir, destination, _TEXT.value, _INPUT.value)
+  return job.run(config, workdir, destination)
 
 
 def main(argv: list[str]) -> None:

@@ -13,6 +13,7 @@ start of a piece or a run of spaces. Tabs, NUL and the characters sentencepiece 
 itself (U+2581, U+2585) are always spelled in bytes.
 """
 
+import codecs
 import hashlib
 import io
 import os
@@ -102,6 +103,15 @@ class SentencePieceTokenizer:
     ids = _check_ids(ids, self.vocab_size)
     return b''.join([self._bytes[i] for i in ids.tolist()]).decode('utf-8', errors='replace')
 
+  def pieces(self, ids: Sequence[int] | np.ndarray) -> list[str]:
+    """The text of each of the ids (n,); joined, they are `decode(ids)`.
+
+    A character of several byte tokens belongs to the last of them; the others are empty.
+    """
+    decoder = codecs.getincrementaldecoder('utf-8')('replace')
+    ids = _check_ids(ids, self.vocab_size).tolist()
+    return [decoder.decode(self._bytes[i], final=at == len(ids) - 1) for at, i in enumerate(ids)]
+
   def save(self, path: str | os.PathLike[str]) -> None:
     """Writes the model's bytes; a reader sees the old file or the new one, never a part."""
     path = pathlib.Path(path)
@@ -148,6 +158,11 @@ class IdsTokenizer:
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Returns the text of integer ids (n,); UserError as SentencePieceTokenizer.decode."""
     return ' '.join(map(str, _check_ids(ids, self.vocab_size).tolist()))
+
+  def pieces(self, ids: Sequence[int] | np.ndarray) -> list[str]:
+    """The text of each of the ids (n,); joined, they are `decode(ids)`."""
+    ids = _check_ids(ids, self.vocab_size).tolist()
+    return [' ' * (at > 0) + str(i) for at, i in enumerate(ids)]
 
 
 Tokenizer = SentencePieceTokenizer | IdsTokenizer

@@ -14,35 +14,21 @@ from flax import nnx
 from aogpt_jax import keys
 from aogpt_jax.config import check
 from aogpt_jax.model import MaskedEncoder
-from aogpt_jax.sampling.logits import DEFAULT_RULE, SamplingRule, draw, transform
-from aogpt_jax.sampling.schedules import reveal_fractions
-
-KNOWN = -1  # turn of a position that is given
-
-
-def turns_of_orders(orders: np.ndarray, counts: np.ndarray, prompt_length: int) -> np.ndarray:
-  """The step at which each position is revealed, for given orders.
-
-  Args:
-    orders: (B, n) int32 permutations.
-    counts: (steps + 1,) tokens known before each step and at the end, from prompt_length to n.
-    prompt_length: how many of each order are given.
-
-  Returns:
-    (B, n) int32, KNOWN where given.
-  """
-  step = np.repeat(np.arange(len(counts) - 1), np.diff(counts))
-  turn = np.concatenate([np.full(prompt_length, KNOWN), step]).astype(np.int32)
-  turns = np.empty(orders.shape, np.int32)
-  np.put_along_axis(turns, orders, np.broadcast_to(turn, orders.shape), axis=1)
-  return turns
+from aogpt_jax.sampling.logits import (
+  DEFAULT_RULE,
+  SamplingRule,
+  sample_categorical,
+  token_details,
+  transform,
+)
+from aogpt_jax.sampling.schedules import GIVEN, reveal_fractions
 
 
 def _without_empty_steps(turns: np.ndarray) -> np.ndarray:
   """Renumbers each row's turns 0, 1, 2, …, so that its steps which reveal nothing vanish."""
   by_turn = np.argsort(turns, axis=1)
   in_order = np.take_along_axis(turns, by_turn, axis=1)
-  new = np.diff(in_order, axis=1, prepend=KNOWN) > 0
+  new = np.diff(in_order, axis=1, prepend=GIVEN) > 0
   dense = np.empty_like(turns)
   np.put_along_axis(dense, by_turn, np.cumsum(new, axis=1, dtype=turns.dtype) - 1, axis=1)
   return dense
@@ -50,59 +36,67 @@ def _without_empty_steps(turns: np.ndarray) -> np.ndarray:
 
 def _largest_group(turns: np.ndarray) -> int:
   """The most positions that one row reveals in one step, rounded up to 2^k: it is compiled in."""
-  num_turns = int(turns.max()) + 2  # KNOWN is the first
+  num_turns = int(turns.max()) + 2  # GIVEN is the first
   cells = np.arange(len(turns))[:, None] * num_turns + turns + 1
   sizes = np.bincount(cells.ravel(), minlength=len(turns) * num_turns).reshape(-1, num_turns)
   return min(1 << (int(sizes[:, 1:].max()) - 1).bit_length(), turns.shape[1])
 
 
 @functools.partial(jax.jit, static_argnames=('graphdef', 'rule', 'group'))
-def _fill(graphdef, params, key, tokens, turns, num_steps, *, rule, group):
-  """Fills `tokens` (B, n) step by step; the head sees the positions of the step alone."""
+def _fill(graphdef, params, row_keys, tokens, turns, num_steps, *, rule, group):
+  """Fills `tokens` (B, n) step by step; the head sees the positions of the step alone.
+
+  Returns tokens, log-probabilities (nan where given) and ranks (GIVEN where given), (B, n) each.
+  """
   model = nnx.merge(graphdef, params)
   batch, length = tokens.shape
-  row_keys = keys.row_keys(key, jnp.arange(batch))
   by_turn = jnp.argsort(turns, axis=1)  # positions in the order of being revealed
   rows = jnp.arange(batch)[:, None]
-  draw_row = lambda k, at, logits: jax.vmap(draw)(keys.row_keys(k, at), logits)
+  draw_row = lambda k, at, logits: jax.vmap(sample_categorical)(keys.row_keys(k, at), logits)
 
-  def body(step, tokens):
+  def body(step, carry):
+    tokens, log_prob, rank = carry
     hidden = model.hidden(tokens, turns >= step)
     first = (turns < step).sum(axis=1)
     at = jax.vmap(lambda p, f: jax.lax.dynamic_slice(p, (f,), (group,)))(by_turn, first)
-    logits = transform(model.logits(jnp.take_along_axis(hidden, at[..., None], axis=1)), rule)
-    drawn = jax.vmap(draw_row)(row_keys, at, logits)
+    logits = model.logits(jnp.take_along_axis(hidden, at[..., None], axis=1))
+    law = transform(logits, rule, rule.temperature_at(step, turns.max(axis=1) + 1))
+    drawn = jax.vmap(draw_row)(row_keys, at, law)
     # A slice may hold positions of other steps: they keep what they have.
-    return tokens.at[rows, at].set(jnp.where(turns[rows, at] == step, drawn, tokens[rows, at]))
+    put = lambda old, new: old.at[rows, at].set(
+        jnp.where(turns[rows, at] == step, new, old[rows, at]))
+    return tuple(map(put, carry, (drawn, *token_details(logits, drawn))))
 
-  return jax.lax.fori_loop(0, num_steps, body, tokens)
+  carry = tokens, jnp.full(tokens.shape, jnp.nan), jnp.full(tokens.shape, GIVEN)
+  return jax.lax.fori_loop(0, num_steps, body, carry)
 
 
-def fill(model: MaskedEncoder, key: jax.Array, tokens: jax.Array, turns: np.ndarray,
-         rule: SamplingRule, skip_empty_steps: bool = True) -> tuple[jax.Array, int]:
+def fill(model: MaskedEncoder, row_keys: jax.Array, tokens: jax.Array, turns: np.ndarray,
+         rule: SamplingRule, skip_empty_steps: bool = True,
+         ) -> tuple[jax.Array, jax.Array, jax.Array, int]:
   """Draws every token at its turn, given those of earlier turns.
 
   Args:
     model: a MaskedEncoder.
-    key: typed PRNG key; the token at (b, i) uses (key, b, i).
-    tokens: (B, n) int32; those with turn KNOWN are given and never changed.
-    turns: (B, n) int32, the step of each position, or KNOWN.
+    row_keys: (B,) typed PRNG keys; the token at (b, i) uses (row_keys[b], i).
+    tokens: (B, n) int32; those with turn GIVEN are given and never changed.
+    turns: (B, n) int32, the step of each position, or GIVEN.
     rule: temperature, top-p and the ids that may be drawn.
     skip_empty_steps: a row's steps that reveal nothing cost nothing; the tokens are the same.
 
   Returns:
-    tokens (B, n) int32, and how many forward passes of the whole batch it took.
+    tokens (B, n) int32, their log-probabilities (nan where given) and ranks (GIVEN where given) as
+    in `Generation`, and how many forward passes of the whole batch it took.
   """
   turns = np.asarray(turns)
   if skip_empty_steps:
     turns = _without_empty_steps(turns)
   num_steps = int(turns.max()) + 1
-  if num_steps == 0:
-    return jnp.asarray(tokens, jnp.int32), 0
   graphdef, params = nnx.split(model)
-  tokens = _fill(graphdef, params, key, jnp.asarray(tokens, jnp.int32), jnp.asarray(turns),
-                 num_steps, rule=rule.validate(), group=_largest_group(turns))
-  return tokens, num_steps
+  group = _largest_group(turns) if num_steps else 1
+  filled = _fill(graphdef, params, row_keys, jnp.asarray(tokens, jnp.int32), jnp.asarray(turns),
+                 num_steps, rule=rule.validate(), group=group)
+  return *filled, num_steps
 
 
 def ancestral(model: MaskedEncoder, key: jax.Array, batch_size: int, length: int, steps: int, *,
@@ -139,4 +133,6 @@ def ancestral(model: MaskedEncoder, key: jax.Array, batch_size: int, length: int
   # u_s is the fraction revealed after step s; the last is 1, which noise < 1 never reaches.
   turns = np.searchsorted(reveal_fractions(schedule, steps), np.asarray(noise), side='right')
   tokens = jnp.zeros((batch_size, length), jnp.int32)
-  return fill(model, token_key, tokens, turns.astype(np.int32), rule, skip_empty_steps)
+  row_keys = keys.row_keys(token_key, jnp.arange(batch_size))
+  filled = fill(model, row_keys, tokens, turns.astype(np.int32), rule, skip_empty_steps)
+  return filled[0], filled[-1]

@@ -8,11 +8,13 @@ once s[i] is certain to be its successor. A step that reveals k tokens after m k
   * k copies of item m with the targets s[m] .. s[m+k-1]. A copy sees the context and itself, no
     other copy; copy 0 is the true item m and is cached.
 
-So n tokens in `steps` steps take 2n - steps items in all.
+So n tokens in `steps` steps take 2n - steps items in all. Rows of a batch may have other prompts
+and other numbers of tokens to fill: each has its own m and k, all share the cache slots.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,142 +22,219 @@ import numpy as np
 from flax import nnx
 
 from aogpt_jax import keys
-from aogpt_jax.config import check
+from aogpt_jax.config import check, check_choice
 from aogpt_jax.errors import UserError
 from aogpt_jax.model import AOGPT, Items, MaskedEncoder, make_items
 from aogpt_jax.model.attention import Past
 from aogpt_jax.model.decoder import NONE_POSITION, Unstacked
 from aogpt_jax.sampling import masked
-from aogpt_jax.sampling.logits import DEFAULT_RULE, SamplingRule, draw, transform
-from aogpt_jax.sampling.schedules import reveal_counts
+from aogpt_jax.sampling.logits import (
+  DEFAULT_RULE,
+  SamplingRule,
+  sample_categorical,
+  token_details,
+  transform,
+)
+from aogpt_jax.sampling.schedules import GIVEN, reveal_counts, reveal_turns
+
+PREFILLS = ('causal', 'reversed')
 
 
 class Cache(NamedTuple):
-  """Keys and values of the items 0 .. length-1: per layer (B, n + G, H, K) each.
+  """Keys and values of past items: per layer (B, S, H, K) each.
 
-  The G slots after the last item take the garbage that a step with fewer than G tokens writes.
+  valid: (B, S) bool, the slots that hold an item of the row; others hold padding or garbage.
   """
 
   keys: list[jax.Array]
   values: list[jax.Array]
-  length: jax.Array
+  valid: jax.Array
 
 
-def _empty_cache(model: AOGPT, batch_size: int, slots: int) -> Cache:
-  c = model.config
-  zeros = lambda: [jnp.zeros((batch_size, slots, c.num_heads, c.head_dim), jnp.dtype(c.dtype))
-                   for _ in range(c.num_layers)]
-  return Cache(zeros(), zeros(), jnp.int32(0))
+class Plan(NamedTuple):
+  """Who reveals what when; known before the loop starts.
+
+  known: (steps + 1, B) int32 tokens of each row known before each step, and at the end.
+  slot: (steps,) int32, the first cache slot that a step writes.
+  width: (steps,) int32, how many slots it keeps: caught-up items of the busiest row, and copy 0.
+  steps: (B,) int32, how many steps a row takes; it may be done before the others.
+  """
+
+  known: jax.Array
+  slot: jax.Array
+  width: jax.Array
+  steps: jax.Array
 
 
-def _write(cache: Cache, new: list[tuple[jax.Array, jax.Array]], first: int, last: int,
-           slot: jax.Array) -> Cache:
-  """Writes the new items [first, last) to the slots from `slot` on."""
-  put = lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x[:, first:last], slot, axis=1)
-  return cache._replace(keys=[put(old, k) for old, (k, _) in zip(cache.keys, new)],
-                        values=[put(old, v) for old, (_, v) in zip(cache.values, new)])
+class Layout(NamedTuple):
+  """What is compiled in: longest prompt, largest group, cache slots, and the prompt's mask."""
+
+  prompt: int
+  group: int
+  slots: int
+  prefill: str
 
 
-def _prefill(model: AOGPT, layers: Unstacked, cache: Cache, generated: jax.Array,
-             orders: jax.Array, length: int) -> Cache:
-  """Caches the items 0 .. length-1 of a prompt in one causal pass."""
-  items = make_items(generated[:, :length], orders[:, :length])
-  _, new = model.extend(items, layers, [None] * model.config.num_layers)
-  return _write(cache, new, 0, length, jnp.int32(0))._replace(length=jnp.int32(length))
+def _make_plan(known: np.ndarray, prefill: str) -> tuple[Plan, Layout]:
+  """Plan and sizes from (B, steps + 1) tokens known before each step and at the end."""
+  groups = np.diff(known, axis=1)
+  prompt, group = int(known[:, 0].max()), int(groups.max())
+  caught_up = np.maximum(np.pad(groups[:, :-1], ((0, 0), (1, 0))) - 1, 0).max(axis=0)
+  width = caught_up + 1
+  slot = prompt + np.cumsum(width) - width
+  steps = (groups > 0).sum(axis=1)
+  plan = Plan(*(jnp.asarray(x, jnp.int32) for x in (known.T, slot, width, steps)))
+  # A step writes `group` slots and the next one starts after `width` of them.
+  return plan, Layout(prompt, group, prompt + int(width.sum()) + group - 1, prefill)
 
 
-def _step_items(generated: jax.Array, orders: jax.Array, cached: jax.Array, known: jax.Array,
-                group: int) -> Items:
-  """The group - 1 catch-up items from `cached` on, then `group` copies of item `known`."""
-  last = orders.shape[1] - 1
-  index = jnp.concatenate([cached + jnp.arange(group - 1), jnp.full((group,), known)])
-  targets = jnp.concatenate([cached + jnp.arange(group - 1), known + jnp.arange(group)])
-  before = jnp.clip(index - 1, 0, last)
-  position = jnp.where(index == 0, NONE_POSITION, orders[:, before])
-  return Items(generated[:, before], position, orders[:, jnp.clip(targets, 0, last)])
+def write(cache: Cache, new: list[tuple[jax.Array, jax.Array]], first: int, last: int,
+           slot: jax.Array, valid: jax.Array) -> Cache:
+  """Writes the new items [first, last) to the slots from `slot` on; valid (B, last - first)."""
+  put = lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, slot, axis=1)
+  return Cache([put(old, k[:, first:last]) for old, (k, _) in zip(cache.keys, new)],
+               [put(old, v[:, first:last]) for old, (_, v) in zip(cache.values, new)],
+               put(cache.valid, valid))
 
 
-def _step_masks(cached: jax.Array, known: jax.Array, group: int, slots: int,
-                ) -> tuple[jax.Array, jax.Array]:
-  """Who sees what in a step of `_step_items`: cached (T, slots) and new (T, T) bool."""
-  catch_up = group - 1
-  num_new = catch_up + group
-  seen_by_all = jnp.broadcast_to(jnp.arange(slots) < cached, (num_new, slots))
-  item = jnp.arange(num_new)
-  is_real = (item < catch_up) & (cached + item < known)  # caught up, and not padding
-  causal = item[None, :] <= item[:, None]
-  return seen_by_all, (causal & is_real[None, :]) | jnp.eye(num_new, dtype=bool)
-
-
-def _step(model: AOGPT, layers: Unstacked, cache: Cache, generated: jax.Array, orders: jax.Array,
-          known: jax.Array, group: int) -> tuple[jax.Array, Cache]:
-  """Logits (B, group, V) of the tokens known .. known+group-1, and the cache with item `known`."""
-  cached_visible, new_visible = _step_masks(cache.length, known, group, cache.keys[0].shape[1])
-  past = [Past(k, v, cached_visible, new_visible) for k, v in zip(cache.keys, cache.values)]
-  items = _step_items(generated, orders, cache.length, known, group)
-  hidden, new = model.extend(items, layers, past)
-  if group > 1:
-    cache = _write(cache, new, 0, group - 1, cache.length)
-  cache = _write(cache, new, group - 1, group, known)._replace(length=known + 1)
-  return model.logits(hidden[:, group - 1:]), cache
-
-
-def _start(model: AOGPT, generated: jax.Array, orders: jax.Array, prompt_length: int, group: int,
+def start(model: AOGPT, generated: jax.Array, orders: jax.Array, known: jax.Array, layout: Layout,
            ) -> tuple[Unstacked, Cache]:
-  batch_size, length = orders.shape
-  layers = model.unstack()
-  cache = _empty_cache(model, batch_size, length + group)
-  if prompt_length:
-    cache = _prefill(model, layers, cache, generated, orders, prompt_length)
-  return layers, cache
+  """An empty cache, or one with the items of the prompts, computed in one causal pass."""
+  c, layers, batch = model.config, model.unstack(), orders.shape[0]
+  zeros = lambda: [jnp.zeros((batch, layout.slots, c.num_heads, c.head_dim), jnp.dtype(c.dtype))
+                   for _ in range(c.num_layers)]
+  cache = Cache(zeros(), zeros(), jnp.zeros((batch, layout.slots), bool))
+  if not layout.prompt:
+    return layers, cache
+  items = make_items(generated[:, :layout.prompt], orders[:, :layout.prompt])
+  valid = jnp.arange(layout.prompt) < known[:, None]
+  past = [None] * c.num_layers  # causal: what pads a shorter prompt comes last and is not seen
+  if layout.prefill == 'reversed':
+    nothing = jnp.zeros((batch, 0, c.num_heads, c.head_dim), jnp.dtype(c.dtype))
+    later = jnp.triu(jnp.ones((layout.prompt, layout.prompt), bool)) & valid[:, None]
+    past = [Past(nothing, nothing, jnp.zeros((layout.prompt, 0), bool),
+                 later | jnp.eye(layout.prompt, dtype=bool))] * c.num_layers
+  _, new = model.extend(items, layers, past)
+  return layers, write(cache, new, 0, layout.prompt, jnp.int32(0), valid)
 
 
-@functools.partial(jax.jit, static_argnames=('graphdef', 'rule', 'prompt_length', 'group'))
-def _generate(graphdef, params, key, generated, orders, counts, *, rule, prompt_length, group):
-  """Fills in `generated` (B, n + group, generation order) from prompt_length on."""
-  model = nnx.merge(graphdef, params)
-  layers, cache = _start(model, generated, orders, prompt_length, group)
-  row_keys = keys.row_keys(key, jnp.arange(orders.shape[0]))
-  offsets = jnp.arange(group)
+def _step_items(generated: jax.Array, orders: jax.Array, before: jax.Array, known: jax.Array,
+                group: int) -> Items:
+  """Per row `group` - 1 items from `before` on, to be caught up, and `group` copies of `known`."""
+  last = orders.shape[1] - 1
+  ahead = before[:, None] + jnp.arange(group - 1)
+  index = jnp.concatenate([ahead, jnp.repeat(known[:, None], group, axis=1)], axis=1)
+  targets = jnp.concatenate([ahead, known[:, None] + jnp.arange(group)], axis=1)
+  take = lambda x, i: jnp.take_along_axis(x, jnp.clip(i, 0, last), axis=1)
+  position = jnp.where(index == 0, NONE_POSITION, take(orders, index - 1))
+  return Items(take(generated, index - 1), position, take(orders, targets))
 
-  def draw_row(row_key, row_logits, known):
-    token_keys = keys.row_keys(row_key, known + offsets)
-    return jax.vmap(draw)(token_keys, row_logits)
+
+def _step(model: AOGPT, layers: Unstacked, cache: Cache, items: Items, caught_up: jax.Array,
+          group: int, slot: jax.Array, width: jax.Array) -> tuple[jax.Array, Cache]:
+  """Logits (B, group, V) of the copies, and the cache with the caught-up items and copy 0."""
+  num_new, ahead = items.token.shape[1], group - 1
+  real = jnp.arange(num_new) < caught_up[:, None]  # the rest of the first `ahead` is padding
+  causal = jnp.tril(jnp.ones((num_new, num_new), bool))
+  new_visible = (causal & real[:, None, :]) | jnp.eye(num_new, dtype=bool)
+  cached_visible = jnp.broadcast_to(cache.valid[:, None], (*real.shape, cache.valid.shape[1]))
+  past = [Past(k, v, cached_visible, new_visible) for k, v in zip(cache.keys, cache.values)]
+  hidden, new = model.extend(items, layers, past)
+  if ahead:
+    cache = write(cache, new, 0, ahead, slot, real[:, :ahead])
+  cache = write(cache, new, ahead, group, slot + width - 1, jnp.ones_like(real[:, :1]))
+  return model.logits(hidden[:, ahead:]), cache
+
+
+def _decode(model: AOGPT, generated: jax.Array, orders: jax.Array, plan: Plan, layout: Layout,
+            state: Any, reveal: Callable[..., tuple[Any, jax.Array]]) -> tuple[Any, jax.Array]:
+  """Runs every step; reveal(step, state, generated, logits, index, shown) -> state and generated.
+
+  index (B, group) are the entries of the order that a step's logits are for, `shown` tells which
+  of them the row reveals in this step.
+  """
+  layers, cache = start(model, generated, orders, plan.known[0], layout)
 
   def body(i, carry):
-    generated, cache = carry
-    known = counts[i]
-    logits, cache = _step(model, layers, cache, generated, orders, known, group)
-    drawn = jax.vmap(draw_row, (0, 0, None))(row_keys, transform(logits, rule), known)
-    # Tokens past this step's count are drawn too; the next step overwrites them.
-    return jax.lax.dynamic_update_slice_in_dim(generated, drawn, known, axis=1), cache
+    state, generated, cache = carry
+    known = plan.known[i]
+    cached = jnp.where(i == 0, known, plan.known[i - 1] + 1)
+    items = _step_items(generated, orders, cached, known, layout.group)
+    logits, cache = _step(model, layers, cache, items, known - cached, layout.group, plan.slot[i],
+                          plan.width[i])
+    index = known[:, None] + jnp.arange(layout.group)
+    shown = index < plan.known[i + 1][:, None]
+    state, generated = reveal(i, state, generated, logits, index, shown)
+    return state, generated, cache
 
-  return jax.lax.fori_loop(0, counts.shape[0] - 1, body, (generated, cache))[0]
+  num_steps = plan.slot.shape[0]
+  return jax.lax.fori_loop(0, num_steps, body, (state, generated, cache))[:2]
 
 
-@functools.partial(jax.jit, static_argnames=('graphdef', 'prompt_length', 'group'))
-def _decode_logits(graphdef, params, generated, orders, counts, *, prompt_length, group):
+class Generation(NamedTuple):
+  """Texts and how they came about; all (B, n), by position.
+
+  tokens: int32. step: int32, in which step a token was revealed, GIVEN if it was not.
+  log_prob: float32 nats of the token under the model, given what was known (before temperature and
+  top-p), nan if given. rank: int32, how many ids were more probable, GIVEN if given.
+  """
+
+  tokens: jax.Array
+  step: np.ndarray
+  log_prob: jax.Array
+  rank: jax.Array
+
+
+def _generate(graphdef, params, row_keys, generated, orders, plan, *, rule, layout, details):
+  """Fills `generated` (B, n + group, generation order); log-probs and ranks likewise, or ()."""
+  model = nnx.merge(graphdef, params)
+  rows = jnp.arange(orders.shape[0])
+  draw_row = lambda row_key, index, law: jax.vmap(sample_categorical)(
+      keys.row_keys(row_key, index), law)
+
+  def reveal(step, state, generated, logits, index, shown):
+    law = transform(logits, rule, rule.temperature_at(step, plan.steps))
+    drawn = jax.vmap(draw_row)(row_keys, index, law)
+    put = lambda old, new: old.at[rows[:, None], index].set(
+        jnp.where(shown, new, jnp.take_along_axis(old, index, axis=1)))
+    if details:
+      state = tuple(map(put, state, token_details(logits, drawn)))
+    return state, put(generated, drawn)
+
+  state = (jnp.full(generated.shape, jnp.nan), jnp.full(generated.shape, GIVEN)) if details else ()
+  state, generated = _decode(model, generated, orders, plan, layout, state, reveal)
+  return generated, state
+
+
+_generate = jax.jit(_generate, static_argnames=('graphdef', 'rule', 'layout', 'details'))
+
+
+@functools.partial(jax.jit, static_argnames=('graphdef', 'layout'))
+def _decode_logits(graphdef, params, generated, orders, plan, *, layout):
   """Logits (B, n + group, V) of given tokens, step by step through the cache."""
   model = nnx.merge(graphdef, params)
-  layers, cache = _start(model, generated, orders, prompt_length, group)
+  rows = jnp.arange(orders.shape[0])[:, None]
+
+  def reveal(step, all_logits, generated, logits, index, shown):
+    return all_logits.at[rows, index].set(logits), generated  # a later step overwrites the excess
+
   all_logits = jnp.zeros((*generated.shape, model.config.vocab_size), jnp.float32)
-
-  def body(i, carry):
-    all_logits, cache = carry
-    logits, cache = _step(model, layers, cache, generated, orders, counts[i], group)
-    return jax.lax.dynamic_update_slice_in_dim(all_logits, logits, counts[i], axis=1), cache
-
-  return jax.lax.fori_loop(0, counts.shape[0] - 1, body, (all_logits, cache))[0]
+  return _decode(model, generated, orders, plan, layout, all_logits, reveal)[0]
 
 
-def _check_orders(model: AOGPT | MaskedEncoder, orders: np.ndarray, prompt_length: int) -> None:
+def _check_orders(model: AOGPT | MaskedEncoder, orders: np.ndarray, first: np.ndarray,
+                  end: np.ndarray) -> None:
   length = orders.shape[1]
   if length > model.config.context_length:
     raise UserError(f'orders of length {length}: the context_length of this model is '
                     f'{model.config.context_length}')
-  check(0 <= prompt_length <= length, 'prompt_length', prompt_length, f'must be in 0..{length}')
   if not (np.sort(orders, axis=1) == np.arange(length)).all():
     raise UserError(f'orders: every row must be a permutation of 0..{length - 1}')
+  for name, value in (('prompt_length', first), ('end', end)):
+    wrong = value[(value < 0) | (value > length)]
+    check(not wrong.size, name, wrong[:1].tolist(), f'must be in 0..{length}')
+  check((first <= end).all(), 'end', end.tolist(),
+        f'must be at least prompt_length={first.tolist()}')
 
 
 def _in_generation_order(tokens: jax.Array, orders: jax.Array, group: int) -> jax.Array:
@@ -163,54 +242,128 @@ def _in_generation_order(tokens: jax.Array, orders: jax.Array, group: int) -> ja
   return jnp.pad(jnp.take_along_axis(tokens, orders, axis=1), ((0, 0), (0, group)))
 
 
-def generate(model: AOGPT | MaskedEncoder, key: jax.Array, orders: jax.Array, *, steps: int = 0,
-             schedule: str = 'linear', rule: SamplingRule = DEFAULT_RULE,
-             tokens: jax.Array | None = None, prompt_length: int = 0) -> jax.Array:
+def prepare(model: AOGPT | MaskedEncoder, orders: jax.Array, tokens: jax.Array | None,
+            prompt_length: int | np.ndarray, end: np.ndarray | None,
+            ) -> tuple[jax.Array, jax.Array, np.ndarray, np.ndarray]:
+  """Checks what samplers are given: orders, tokens (B, n), prompt lengths and ends (B,)."""
+  orders = jnp.asarray(orders, jnp.int32)
+  batch, length = orders.shape
+  first = np.broadcast_to(np.asarray(prompt_length, np.int64), (batch,))
+  end = np.broadcast_to(np.asarray(length if end is None else end, np.int64), (batch,))
+  _check_orders(model, np.asarray(orders), first, end)
+  check(tokens is not None or not first.any(), 'prompt_length', first.tolist(),
+        'needs `tokens`, which were not given')
+  tokens = jnp.zeros_like(orders) if tokens is None else jnp.asarray(tokens, jnp.int32)
+  return orders, tokens, first, end
+
+
+def nothing_generated(tokens: jax.Array) -> Generation:
+  """The record of tokens that were all given."""
+  given = jnp.full(tokens.shape, GIVEN)
+  return Generation(tokens, given, jnp.full(tokens.shape, jnp.nan), given)
+
+
+def known_counts(schedule: str, first: np.ndarray, end: np.ndarray, steps: int) -> np.ndarray:
+  """Tokens of each row known before each step and at the end, (B, steps + 1) int64.
+
+  A row with fewer tokens to fill than `steps` takes one a step, and is done before the others.
+
+  Args:
+    schedule: see `reveal_counts`.
+    first, end: (B,) tokens known at first and at the end.
+    steps: 1..the most that a row has to fill; 0: that many.
+  """
+  wanted = end - first
+  most = int(wanted.max())
+  steps = steps or most
+  check(1 <= steps <= most, 'steps', steps,
+        f'must be in 1..{most}, the number of tokens to generate')
+  counts = {w: reveal_counts(schedule, w, min(w, steps)) for w in set(wanted.tolist()) if w}
+  known = np.tile(end[:, None], steps + 1)
+  for b, w in enumerate(wanted.tolist()):
+    revealed = [0, *(counts[w] if w else [])]
+    known[b, :len(revealed)] = first[b] + np.asarray(revealed)
+  return known
+
+
+def count_items(known: np.ndarray) -> tuple[int, int]:
+  """Items of a generation, real ones and all that are computed, padding included.
+
+  A row that fills R tokens after a prompt of c in s steps has at most c + 2R - s real items: every
+  token is a copy once, and is caught up unless it was copy 0 or came in the last step.
+
+  Args:
+    known: from `known_counts`.
+  """
+  groups = np.diff(known, axis=1)
+  caught_up = np.maximum(groups - 1, 0).sum() - sum(max(row[row > 0][-1:].sum() - 1, 0)
+                                                    for row in groups)
+  real = known[:, 0].sum() + groups.sum() + caught_up
+  prompt, group = int(known[:, 0].max()), int(groups.max())
+  return int(real), len(known) * (prompt + groups.shape[1] * (2 * group - 1))
+
+
+def generate_record(model: AOGPT | MaskedEncoder, key: jax.Array, orders: jax.Array, *,
+                    steps: int = 0, schedule: str = 'linear', rule: SamplingRule = DEFAULT_RULE,
+                    tokens: jax.Array | None = None, prompt_length: int | np.ndarray = 0,
+                    end: np.ndarray | None = None, rows: np.ndarray | None = None,
+                    prefill: str = 'causal', details: bool = True) -> Generation:
   """Generates tokens in the given orders, several a step, in one jitted loop.
 
   Tokens of one step are drawn independently given those of earlier steps; with one token a step the
-  law is exactly the model's, Π p(x_σ(t) | x_σ(<t), σ(t)) under `rule`. Row b depends on (key, b)
-  alone, not on the other rows.
+  law is exactly the model's, Π p(x_σ(t) | x_σ(<t), σ(t)) under `rule`. A row depends
+  on (key, its number) alone, not on the other rows, whose prompts and lengths may differ.
 
   Args:
     model: an AOGPT; or a MaskedEncoder, which runs the whole sequence at every step.
     key: typed PRNG key.
     orders: (B, n) int32, row b a permutation of 0..n-1, n <= context_length.
-    steps: forward passes, 1..n - prompt_length; 0: one token a step.
+    steps: forward passes, 1..the most tokens that a row has to fill; 0: one token a step.
     schedule: 'linear' or 'cosine', see `reveal_counts`.
     rule: temperature, top-p and the ids that may be drawn.
-    tokens: (B, n) int32 in sequence order; those at orders[:, :prompt_length] are given.
-    prompt_length: how many tokens are given; they are never changed.
-
-  Returns:
-    tokens (B, n) int32 in sequence order.
+    tokens: (B, n) int32 in sequence order; those at orders[b, :prompt_length[b]] are given.
+    prompt_length: () or (B,), how many tokens of each row are given; they are never changed.
+    end: (B,), entries of the order from here on are neither filled nor seen; None: n.
+    rows: (B,) the rows' numbers, which their noise depends on; None: 0..B-1.
+    prefill: 'causal', as in training; 'reversed' lets prompt items see the later ones instead of
+      the earlier, which is what the authors' conditional generation computes.
+    details: whether log-probabilities and ranks are wanted; False leaves them nan and GIVEN.
 
   Raises:
     UserError: for orders that are no permutations or too long, or impossible options.
   """
-  orders = jnp.asarray(orders, jnp.int32)
-  _check_orders(model, np.asarray(orders), prompt_length)
-  check(tokens is not None or prompt_length == 0, 'prompt_length', prompt_length,
-        'needs `tokens`, which were not given')
-  tokens = jnp.zeros_like(orders) if tokens is None else jnp.asarray(tokens, jnp.int32)
-  remaining = orders.shape[1] - prompt_length
-  if remaining == 0:
-    return tokens
-  counts = np.concatenate([[0], reveal_counts(schedule, remaining, steps or remaining)])
+  check_choice('prefill', prefill, PREFILLS)
+  orders, tokens, first, end = prepare(model, orders, tokens, prompt_length, end)
+  batch, length = orders.shape
+  nothing = nothing_generated(tokens)
+  if (first == end).all():
+    return nothing
+  known = known_counts(schedule, first, end, steps)
+  turns = reveal_turns(np.asarray(orders), known)
+  row_keys = keys.row_keys(key, jnp.arange(batch) if rows is None else jnp.asarray(rows))
   if isinstance(model, MaskedEncoder):
-    turns = masked.turns_of_orders(np.asarray(orders), prompt_length + counts, prompt_length)
-    return masked.fill(model, key, tokens, turns, rule)[0]
-  group = int(np.diff(counts).max())
+    check((end == length).all(), 'end', end.tolist(),
+          f'must be {length} for an encoder, which sees every position')
+    filled, log_prob, rank, _ = masked.fill(model, row_keys, tokens, turns, rule)
+    return Generation(filled, turns, log_prob, rank)
+  plan, layout = _make_plan(known, prefill)
   graphdef, params = nnx.split(model)
-  generated = _generate(graphdef, params, key, _in_generation_order(tokens, orders, group), orders,
-                        jnp.asarray(prompt_length + counts, jnp.int32), rule=rule.validate(),
-                        prompt_length=prompt_length, group=group)[:, :orders.shape[1]]
-  rows = jnp.arange(orders.shape[0])[:, None]
-  return tokens.at[rows, orders].set(generated)
+  generated, found = _generate(
+      graphdef, params, row_keys, _in_generation_order(tokens, orders, layout.group), orders, plan,
+      rule=rule.validate(), layout=layout, details=details)
+  by_position = lambda old, new: old.at[jnp.arange(batch)[:, None], orders].set(new[:, :length])
+  log_prob, rank = map(by_position, nothing[2:], found) if details else nothing[2:]
+  return Generation(by_position(tokens, generated), turns, log_prob, rank)
+
+
+def generate(model: AOGPT | MaskedEncoder, key: jax.Array, orders: jax.Array, **options: Any,
+             ) -> jax.Array:
+  """`generate_record` without the record: tokens (B, n) int32 in sequence order."""
+  return generate_record(model, key, orders, details=False, **options).tokens
 
 
 def decode_logits(model: AOGPT, tokens: jax.Array, orders: jax.Array, groups: list[int],
-                  prompt_length: int = 0) -> jax.Array:
+                  prompt_length: int = 0, prefill: str = 'causal') -> jax.Array:
   """Logits of given tokens, computed by the steps of parallel generation (teacher forced).
 
   Args:
@@ -219,6 +372,7 @@ def decode_logits(model: AOGPT, tokens: jax.Array, orders: jax.Array, groups: li
     orders: (B, n) int32, row b a permutation.
     groups: tokens revealed by each step; they sum to n - prompt_length.
     prompt_length: tokens given before the first step.
+    prefill: see `generate_record`.
 
   Returns:
     (B, n - prompt_length, V) float32 in generation order; the logits of a token are conditioned on
@@ -228,14 +382,16 @@ def decode_logits(model: AOGPT, tokens: jax.Array, orders: jax.Array, groups: li
     UserError: for groups that do not fit, or bad orders.
   """
   orders, tokens = jnp.asarray(orders, jnp.int32), jnp.asarray(tokens, jnp.int32)
-  _check_orders(model, np.asarray(orders), prompt_length)
-  groups, length = np.asarray(groups, np.int64), orders.shape[1]
+  batch, length = orders.shape
+  _check_orders(model, np.asarray(orders), np.array([prompt_length]), np.array([length]))
+  check_choice('prefill', prefill, PREFILLS)
+  groups = np.asarray(groups, np.int64)
   if groups.min(initial=1) < 1 or groups.sum() != length - prompt_length:
     raise UserError(f'groups={groups.tolist()}: must be positive and sum to '
                     f'{length - prompt_length}, the tokens after the prompt')
-  counts = prompt_length + np.concatenate([[0], np.cumsum(groups)])
+  known = np.tile(prompt_length + np.concatenate([[0], np.cumsum(groups)]), (batch, 1))
+  plan, layout = _make_plan(known, prefill)
   graphdef, params = nnx.split(model)
-  group = int(groups.max())
-  logits = _decode_logits(graphdef, params, _in_generation_order(tokens, orders, group), orders,
-                          jnp.asarray(counts, jnp.int32), prompt_length=prompt_length, group=group)
+  logits = _decode_logits(graphdef, params, _in_generation_order(tokens, orders, layout.group),
+                          orders, plan, layout=layout)
   return logits[:, prompt_length:length]

@@ -2,9 +2,27 @@
 
 import numpy as np
 
-from aogpt_jax.config import check, check_choice
+from aogpt_jax.config import SCHEDULES, check, check_choice
 
-SCHEDULES = ('linear', 'cosine')
+GIVEN = -1  # turn of a position that is not filled
+
+
+def reveal_turns(orders: np.ndarray, known: np.ndarray) -> np.ndarray:
+  """The step at which each position is revealed.
+
+  Args:
+    orders: (B, n) int32 permutations.
+    known: (B, steps + 1) tokens of each row known before each step and at the end.
+
+  Returns:
+    (B, n) int32 by position; GIVEN where known from the start, or not filled at all.
+  """
+  index = np.arange(orders.shape[1])
+  turn = np.stack([np.searchsorted(row, index, side='right') - 1 for row in known])
+  turn[turn == known.shape[1] - 1] = GIVEN
+  turns = np.empty(orders.shape, np.int32)
+  np.put_along_axis(turns, orders, turn.astype(np.int32), axis=1)
+  return turns
 
 
 def reveal_fractions(kind: str, steps: int) -> np.ndarray:

@@ -7,7 +7,13 @@ import pytest
 import scipy.stats
 
 from aogpt_jax.errors import UserError
-from aogpt_jax.sampling import SamplingRule, draw, nucleus_mask, transform
+from aogpt_jax.sampling import (
+  SamplingRule,
+  gumbel_softmax,
+  nucleus_mask,
+  sample_categorical,
+  transform,
+)
 
 
 @pytest.mark.parametrize('top_p', [0.0, 0.1, 0.5, 0.9, 0.95])
@@ -64,11 +70,53 @@ def test_ids_from_num_ids_on_are_impossible(temperature):
   assert np.isfinite(transform(logits, SamplingRule(1.0, 1.0, num_ids=3))[:3]).all()
 
 
+def test_top_k_and_min_p():
+  """The k most probable ids; ids within a share of the most probable; after the temperature."""
+  logits = jnp.log(jnp.array([0.5, 0.1, 0.3, 0.06, 0.04]))
+  law = lambda rule: transform(logits, SamplingRule(**rule))
+  kept = lambda **rule: np.flatnonzero(np.isfinite(law(rule))).tolist()
+  assert kept(top_k=2) == [0, 2] and kept(top_k=0) == kept(top_k=9) == [0, 1, 2, 3, 4]
+  assert kept(min_p=0.2) == [0, 1, 2] and kept(min_p=0.19) == [0, 1, 2] and kept(min_p=1.0) == [0]
+  assert kept(min_p=0.2, temperature=0.5) == [0, 2]  # shares are squared: 1, 0.04, 0.36, …
+  assert kept(top_k=3, top_p=0.85) == [0]  # renormalised after top-k: 0.556, 0.889, …
+
+
+def test_annealed_temperature():
+  """Linear from the first step to the last, which may be greedy; constant by default."""
+  rule = SamplingRule(temperature=1.0, final_temperature=0.5)
+  steps = jnp.array([5, 3, 1])  # a row that is done early stays at its last
+  temperatures = np.stack([rule.temperature_at(i, steps)[:, 0, 0] for i in range(5)])
+  np.testing.assert_allclose(temperatures[:, 0], [1.0, 0.875, 0.75, 0.625, 0.5])
+  np.testing.assert_allclose(temperatures[:3, 1], [1.0, 0.75, 0.5])
+  assert SamplingRule().temperature_at(3, steps) is None
+  logits = jnp.array([0.0, 1.0, 2.0])
+  np.testing.assert_allclose(
+      jax.nn.softmax(transform(logits, rule, jnp.float32(0.5))),
+      jax.nn.softmax(logits / 0.5), rtol=1e-6)
+  last = transform(logits, rule, jnp.float32(0.0))
+  np.testing.assert_array_equal(jax.nn.softmax(last), [0, 0, 1])
+
+
+def test_gumbel_softmax_draws_one_hot_and_has_the_gradient_of_the_softmax():
+  """Frequencies of softmax(logits); the gradient is that of the relaxed draw."""
+  logits = jnp.log(jnp.array([0.5, 0.3, 0.2]))
+  keys = jax.random.split(jax.random.key(0), 20_000)
+  drawn = np.asarray(jax.vmap(lambda k: gumbel_softmax(k, logits, 0.7))(keys))
+  np.testing.assert_allclose(np.sort(drawn, axis=1), np.tile([0, 0, 1.0], (20_000, 1)), atol=1e-6)
+  assert scipy.stats.chisquare(drawn.sum(axis=0), np.array([0.5, 0.3, 0.2]) * 20_000).pvalue > 1e-4
+  key, weights = jax.random.key(3), jnp.array([1.0, -2.0, 0.5])
+  noise = jax.random.gumbel(key, (3,), jnp.float32, mode='high')
+  soft = lambda x: (jax.nn.softmax((x + noise) / 0.7) * weights).sum()
+  hard = lambda x: (gumbel_softmax(key, x, 0.7) * weights).sum()
+  np.testing.assert_allclose(jax.grad(hard)(logits), jax.grad(soft)(logits), rtol=1e-5)
+
+
 def test_draw_follows_softmax():
   """Chi-square over 5 ids; -inf is never drawn."""
   probs = np.array([0.5, 0.3, 0.15, 0.05, 0.0])
   keys = jax.random.split(jax.random.key(0), 20_000)
-  drawn = np.asarray(jax.jit(jax.vmap(lambda k: draw(k, jnp.log(jnp.asarray(probs)))))(keys))
+  logits = jnp.log(jnp.asarray(probs))
+  drawn = np.asarray(jax.jit(jax.vmap(lambda k: sample_categorical(k, logits)))(keys))
   counts = np.bincount(drawn, minlength=5)
   assert drawn.dtype == np.int32 and counts[4] == 0
   assert scipy.stats.chisquare(counts[:4], probs[:4] * len(drawn)).pvalue > 1e-4
@@ -78,15 +126,16 @@ def _tail_hits(seed, num_draws, num_tail, gap):
   """How many of the draws take one of `num_tail` ids, each exp(-gap) as probable as the head."""
   logits = jnp.zeros(num_tail + 1).at[0].set(gap)
   keys = jax.random.split(jax.random.key(seed), num_draws)
-  return int(jax.jit(lambda keys: jax.lax.map(lambda k: draw(k, logits) > 0, keys).sum())(keys))
+  in_tail = lambda key: sample_categorical(key, logits) > 0
+  return int(jax.jit(lambda keys: jax.lax.map(in_tail, keys).sum())(keys))
 
 
 def test_noise_has_the_long_tail(monkeypatch):
-  """`draw` asks for noise beyond 15.94, where 23 bits end; the law itself: the slow test below."""
+  """`sample_categorical` asks for noise beyond 15.94, where 23 bits end; the law: the slow test."""
   modes, gumbel = [], jax.random.gumbel
   monkeypatch.setattr(jax.random, 'gumbel', lambda *args, mode=None, **kwargs: (
       modes.append(mode), gumbel(*args, mode=mode, **kwargs))[1])
-  draw(jax.random.key(0), jnp.zeros(4))
+  sample_categorical(jax.random.key(0), jnp.zeros(4))
   assert modes == ['high']
 
 
@@ -100,7 +149,9 @@ def test_tail_has_its_mass():
 @pytest.mark.parametrize(('rule', 'message'), [
     (SamplingRule(temperature=-0.1), 'temperature=-0.1: must be finite and at least 0'),
     (SamplingRule(top_p=1.1), r'top_p=1.1: must be in \[0, 1\]'),
-    (SamplingRule(num_ids=-1), 'num_ids=-1')])
+    (SamplingRule(num_ids=-1), 'num_ids=-1'), (SamplingRule(top_k=-1), 'top_k=-1'),
+    (SamplingRule(min_p=1.5), 'min_p=1.5'),
+    (SamplingRule(final_temperature=-0.5), 'final_temperature=-0.5: .*or -1')])
 def test_errors(rule, message):
   with pytest.raises(UserError, match=message):
     rule.validate()

@@ -88,11 +88,9 @@ def test_a_row_depends_on_the_key_and_its_number_alone():
   assert len({row.tobytes() for row in np.asarray(many)}) > 5
 
 
-def test_turns_of_orders_by_hand():
-  """Order 2, 0, 3, 1 with one given and groups of 1 and 2; steps without a token are dropped."""
-  orders = np.array([[2, 0, 3, 1], [0, 1, 2, 3]])
-  turns = masked.turns_of_orders(orders, np.array([1, 2, 4]), 1)
-  np.testing.assert_array_equal(turns, [[0, 1, -1, 1], [-1, 0, 1, 1]])
+def test_empty_steps_and_groups_by_hand():
+  """Steps of a row that reveal nothing are dropped; the largest group of any row is rounded up."""
+  turns = np.array([[0, 1, -1, 1], [-1, 0, 1, 1]], np.int32)
   gaps = np.array([[5, -1, 2, 5], [7, 3, 0, 9]], np.int32)
   np.testing.assert_array_equal(masked._without_empty_steps(gaps), [[1, -1, 0, 1], [2, 1, 0, 3]])
   assert masked._largest_group(turns) == 2

@@ -15,7 +15,14 @@ from flax import nnx
 from aogpt_jax import interop
 from aogpt_jax.errors import UserError
 from aogpt_jax.model import AOGPT, ModelConfig
-from aogpt_jax.sampling import SamplingRule, decode_logits, generate, reveal_counts
+from aogpt_jax.sampling import (
+  SamplingRule,
+  decode_logits,
+  generate,
+  generate_record,
+  reveal_counts,
+)
+from aogpt_jax.sampling.parallel import count_items, known_counts
 
 ENCODINGS = ('learned', 'target_rotary')
 N, V = 9, 7
@@ -41,13 +48,16 @@ def _batch(rows, seed=0):
           rng.permuted(np.tile(np.arange(N, dtype=np.int32), (rows, 1)), axis=1))
 
 
-@pytest.mark.parametrize('name', ['decode_linear', 'decode_ragged'])
+@pytest.mark.parametrize('name', ['decode_linear', 'decode_ragged', 'decode_conditional'])
 def test_decoding_of_the_reference(golden, name):
   """Logits of every step of the reference's own parallel decoder."""
   arrays = golden(name)
   params = {k.removeprefix('param/'): a for k, a in arrays.items() if k.startswith('param/')}
   model = interop.from_reference_arrays(json.loads(str(arrays['config'])), params)
-  got = decode_logits(model, arrays['tokens'], arrays['orders'], arrays['groups'].tolist())
+  prompt = arrays.get('prompt_length', 0)
+  # The reference's prompt items see the later ones; ours see the earlier, as in training.
+  got = decode_logits(model, arrays['tokens'], arrays['orders'], arrays['groups'].tolist(),
+                      int(prompt), prefill='reversed')
   np.testing.assert_allclose(got, arrays['logits'], rtol=0, atol=1e-4)
 
 
@@ -114,6 +124,54 @@ def test_generate_keeps_the_prompt_and_each_row_to_itself():
   hidden = tokens.copy()
   np.put_along_axis(hidden, orders[:, prompt:], 0, axis=1)
   np.testing.assert_array_equal(run(hidden, orders), whole)
+
+
+@pytest.mark.parametrize(('steps', 'schedule'), [(0, 'linear'), (3, 'linear'), (3, 'cosine')])
+def test_rows_with_prompts_and_ends_of_their_own(steps, schedule):
+  """Given tokens and those behind the end stay; each row is what it is by itself."""
+  tokens, orders = _batch(4)
+  first, end = np.array([4, 0, 7, 2]), np.array([9, 6, 8, 2])
+  def run(rows):
+    most = int((end - first)[rows].max())
+    return generate_record(
+        _model(), jax.random.key(3), orders[rows], steps=min(steps, most), schedule=schedule,
+        tokens=tokens[rows], prompt_length=first[rows], end=end[rows], rows=np.array(rows))
+  together = run([0, 1, 2, 3])
+  for row in range(4):
+    filled = np.zeros(N, bool)
+    filled[orders[row, first[row]:end[row]]] = True
+    np.testing.assert_array_equal(together.step[row] >= 0, filled)
+    np.testing.assert_array_equal(np.isnan(together.log_prob[row]), ~filled)
+    np.testing.assert_array_equal(np.asarray(together.tokens)[row, ~filled], tokens[row, ~filled])
+    alone = run([row])
+    np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
+    np.testing.assert_array_equal(alone.step[0], together.step[row])
+    np.testing.assert_allclose(alone.log_prob[0], together.log_prob[row], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize('steps', [64, 512])
+def test_work_grows_with_the_tokens_and_not_with_the_steps(steps):
+  """n = 1024: at most 2n - steps real items a row; rows of their own sizes, by hand."""
+  known = known_counts('linear', np.array([0]), np.array([1024]), steps)
+  real, computed = count_items(known)
+  assert 2 * 1024 - steps - 1024 // steps <= real <= 2 * 1024 - steps
+  assert computed == steps * (2 * (1024 // steps) - 1)
+  # Two given and groups 1, 2, 2: 2 + (1 + 2 + 2) + 1; one token given, two filled in turn: 1 + 2.
+  known = np.array([[2, 3, 5, 7], [1, 2, 3, 3]])
+  assert count_items(known) == (8 + 3, 2 * (2 + 3 * 3))
+
+
+def test_annealed_rows_do_not_depend_on_each_other():
+  """The temperature follows the row's own steps; the last step of each is greedy."""
+  tokens, orders = _batch(2)
+  rule = SamplingRule(temperature=1.0, final_temperature=0.0)
+  run = lambda rows, first: generate_record(
+      _model(), jax.random.key(4), orders[rows], rule=rule, tokens=tokens[rows],
+      prompt_length=np.array(first), rows=np.array(rows))
+  together, alone = run([0, 1], [2, 6]), run([1], [6])
+  np.testing.assert_array_equal(together.tokens[1], alone.tokens[0])
+  last = orders[np.arange(2), -1]
+  np.testing.assert_array_equal(np.asarray(together.rank)[np.arange(2), last], 0)
 
 
 def test_rows_and_keys_draw_their_own_tokens():
@@ -210,8 +268,8 @@ def test_padding_ids_are_never_drawn():
     ({'orders': [list(range(N + 3))]}, f'length {N + 3}: the context_length of this model is'),
     ({'steps': 4}, 'steps=4: must be in 1..3'),
     ({'schedule': 'cosin'}, 'did you mean "cosine"'),
-    ({'prompt_length': 1}, 'prompt_length=1: needs `tokens`'),
-    ({'prompt_length': 4}, 'prompt_length=4: must be in 0..3'),
+    ({'prompt_length': 1}, r'prompt_length=\[1\]: needs `tokens`'),
+    ({'prompt_length': 4}, r'prompt_length=\[4\]: must be in 0..3'),
     ({'rule': SamplingRule(top_p=2.0)}, 'top_p=2.0')])
 def test_generate_errors(changes, message):
   arguments = {'orders': [[2, 0, 1]]} | changes

@@ -8,6 +8,7 @@ import pytest
 
 from aogpt_jax.errors import UserError
 from aogpt_jax.sampling import reveal_counts
+from aogpt_jax.sampling.schedules import reveal_turns
 
 GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'reveal_schedules.json'
 
@@ -41,3 +42,11 @@ def test_counts_are_rounded_in_float32():
 def test_errors(arguments, message):
   with pytest.raises(UserError, match=message):
     reveal_counts(*arguments)
+
+
+def test_turns_by_hand():
+  """Order 2, 0, 3, 1 with one given and groups of 1 and 2; a row that ends early; a full one."""
+  orders = np.array([[2, 0, 3, 1], [0, 1, 2, 3], [3, 2, 1, 0]])
+  known = np.array([[1, 2, 4], [2, 3, 3], [4, 4, 4]])
+  np.testing.assert_array_equal(reveal_turns(orders, known),
+                                [[0, 1, -1, 1], [-1, -1, 0, -1], [-1, -1, -1, -1]])

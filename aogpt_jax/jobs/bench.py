@@ -1,0 +1,101 @@
+"""--mode=bench: what generation costs, both sides of every ratio from one run.
+
+Suites: `samplers`, a trained run through sequential and speculative sampling; `encoder`, a decoder
+against the masked encoder of the same widths at the same steps (paper Figure 4).
+"""
+
+import dataclasses
+import pathlib
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from aogpt_jax import keys, lm as lm_lib, model as model_lib, orders as orders_lib, sampling
+from aogpt_jax.config import Config, check
+from aogpt_jax.sampling import parallel
+
+REPEATS = 3
+
+
+def interleaved(runs: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+  """Seconds of each run, REPEATS times in turn; a first, untimed round compiles."""
+  times = {name: [] for name in runs}
+  for round_ in range(REPEATS + 1):
+    for name, run in runs.items():
+      start = time.perf_counter()
+      jax.block_until_ready(run())
+      if round_:
+        times[name].append(time.perf_counter() - start)
+  return times
+
+
+def _seconds(times: list[float]) -> str:
+  return f'{np.median(times):.2f} ({min(times):.2f}–{max(times):.2f})'
+
+
+def samplers(lm: lm_lib.LanguageModel, config: Config) -> str:
+  """Calls a token, acceptance and wall time of samplers with the same law, as a Markdown table."""
+  options, length = config.sample, lm.model.config.context_length
+  order = lm._order(options.order or lm.generation_order).sample(
+      keys.stream_key(options.seed, 'order'), options.num_samples, length)
+  rule = sampling.SamplingRule(options.temperature, options.top_p, lm.tokenizer.vocab_size,
+                               options.top_k, options.min_p)
+  key = keys.stream_key(options.seed, 'sample')
+  runs = {'sequential': lambda: sampling.generate(lm.model, key, order, rule=rule)}
+  for scheme, window in (('T', 2), ('T', 4), ('FS', 2), ('FS', 4), ('FS', 8)):
+    runs[f'speculative {scheme}, window {window}'] = lambda s=scheme, w=window: (
+        sampling.speculative(lm.model, key, order, window=w, scheme=s, rule=rule))
+  times = interleaved(runs)
+  lines = [f'{options.num_samples} texts of {length} tokens, temperature {options.temperature}, '
+           f'top-p {options.top_p}, step {lm.step}; median of {REPEATS} interleaved runs (range)\n',
+           '| sampler | calls a token | most calls of a text | drafts accepted | seconds | '
+           'sequential / this |', '|---|---|---|---|---|---|']
+  for name, run in runs.items():
+    calls, most, accepted = 1.0, length, '–'
+    if name != 'sequential':
+      found = jax.tree.map(np.asarray, run())
+      calls, most = found.calls.mean() / length, found.calls.max()
+      accepted = f'{found.accepted.sum() / max(found.drafted.sum(), 1):.2f}'
+    ratio = np.median(times['sequential']) / np.median(times[name])
+    lines.append(f'| {name} | {calls:.3f} | {most} | {accepted} | {_seconds(times[name])} | '
+                 f'{ratio:.2f} |')
+  return '\n'.join(lines)
+
+
+def encoder(config: Config) -> str:
+  """A decoder with its cache against an encoder of the same widths, untrained, as a table."""
+  n, steps, batch = config.model.context_length, config.sample.steps, config.sample.num_samples
+  check(1 <= steps <= n, 'sample.steps', steps, f'must be in 1..{n}, the model.context_length')
+  decoder = model_lib.make(config.model, rngs=nnx.Rngs(0))
+  masked = model_lib.make(dataclasses.replace(
+      config.model, architecture='encoder', target_injection='none', position_encoding='rotary'),
+      rngs=nnx.Rngs(0))
+  key = keys.stream_key(config.sample.seed, 'sample')
+  order = orders_lib.make('uniform').sample(key, batch, n)
+  times = interleaved({
+      'decoder': lambda: sampling.generate(decoder, key, order, steps=steps),
+      'encoder': lambda: sampling.generate(masked, key, order, steps=steps)})
+  known = parallel.known_counts('linear', np.zeros(batch, int), np.full(batch, n), steps)
+  real, computed = parallel.count_items(known)
+  ratio = np.median(times['encoder']) / np.median(times['decoder'])
+  return '\n'.join([
+      f'{batch} texts of {n} tokens in {steps} steps, width {config.model.embed_dim}, '
+      f'{config.model.num_layers} layers; median of {REPEATS} interleaved runs (range)\n',
+      '| model | items | padding | seconds |', '|---|---|---|---|',
+      f'| decoder | {real:,} | {computed - real:,} | {_seconds(times["decoder"])} |',
+      f'| encoder | {batch * steps * n:,} | 0 | {_seconds(times["encoder"])} |',
+      f'\nencoder / decoder = {ratio:.1f}'])
+
+
+def run(config: Config, workdir: pathlib.Path, suite: str) -> None:
+  """Prints the machine, the versions and the table of one suite."""
+  device = jax.devices()[0]
+  print(f'{platform.machine()} {device.platform} {device.device_kind}, '
+        f'{jax.device_count()} devices, jax {jax.__version__}, '
+        f'Python {platform.python_version()}\n')
+  print(encoder(config) if suite == 'encoder' else samplers(lm_lib.load(workdir), config))

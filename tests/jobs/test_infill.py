@@ -1,0 +1,116 @@
+"""--mode=sample and --mode=infill as a user runs them: text, JSON lines, a page, mistakes."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from aogpt_jax import config as config_lib
+from aogpt_jax.errors import UserError
+from aogpt_jax.jobs import infill, train
+
+ROOT = pathlib.Path(__file__).parents[2]
+TEXT = 'One two three four five six seven eight nine ten.\nOnce more!\n'
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+  directory = tmp_path_factory.mktemp('infill')
+  (directory / 'text.txt').write_text(TEXT * 40)
+  config = config_lib.from_dict({
+      'model': dict(vocab_size=320, context_length=16, num_layers=1, num_heads=2, embed_dim=16,
+                    condition_dim=8, position_encoding='target_rotary'),
+      'data': dict(train=f'files:{directory}/text.txt', validation=f'files:{directory}/text.txt',
+                   vocab_size=290),
+      'train': dict(num_steps=2, batch_size=8, eval_every=0, checkpoint_every=0),
+      'eval': dict(num_orders=2), 'sample': dict(num_samples=0)})
+  train.run(config, directory / 'run')
+  return directory / 'run'
+
+
+def main(run, *args, stdin=''):
+  """The command line on that run."""
+  env = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
+  return subprocess.run(
+      [sys.executable, '-m', 'aogpt_jax.main', '--config=configs/quickstart.py', f'--workdir={run}',
+       '--config.sample.num_samples=1', *args], cwd=ROOT, env=env, capture_output=True, text=True,
+      timeout=300, input=stdin)
+
+
+def test_lines_from_stdin_become_json_lines(run):
+  """One record a line: text, tokens, order, and step, log-probability and rank of each token."""
+  templates = ['One <mask:2> three', json.dumps('two\n<mask>'), '', 'no hole']
+  result = main(run, '--mode=infill', '--input=-', stdin='\n'.join(templates))
+  assert result.returncode == 0, result.stderr
+  records = [json.loads(line) for line in result.stdout.splitlines()]
+  assert [r['text'][:4] for r in records] == ['One ', 'two\n', 'no h']
+  first = records[0]
+  holes = [i for i, step in enumerate(first['step']) if step is not None]
+  assert sorted(first['order']) == holes and len(holes) == 2
+  assert [first['step'][i] for i in first['order']] == [0, 1]
+  for name in ('log_prob', 'rank'):
+    assert [i for i, value in enumerate(first[name]) if value is not None] == holes
+  assert all(p < 0 for p in first['log_prob'] if p is not None)
+  assert records[2]['order'] == [] and set(records[2]['step']) == {None}
+
+
+def test_a_text_a_file_and_a_page(run, tmp_path):
+  """--text prints; --output and --html write; samplers by name."""
+  page, lines = tmp_path / 'out.html', tmp_path / 'out.jsonl'
+  result = main(run, '--mode=infill', '--text=One <mask:3> ten', f'--html={page}',
+                '--sampler=adaptive')
+  assert result.returncode == 0, result.stderr
+  filled = result.stdout.split('--- 1\n')[1].split('\n---')[0]
+  assert filled.startswith('One ') and filled.endswith(' ten')
+  assert 'adaptive by confidence' in page.read_text() and '<script' in page.read_text()
+  result = main(run, '--mode=sample', f'--output={lines}', '--config.sample.steps=4')
+  assert result.returncode == 0, result.stderr
+  (record,) = map(json.loads, lines.read_text().splitlines())
+  assert len(record['tokens']) == 16 and set(record['step']) == {0, 1, 2, 3}
+  np.testing.assert_array_equal(np.sort(record['order']), np.arange(16))
+
+
+@pytest.mark.parametrize(('args', 'message'), [
+    ([], '--text or --input is needed'), (['--text=a', '--input=-'], 'and not both'),
+    (['--text='], '--text: template='),
+    (['--text=<mask:99>'], 'a hole is <mask:k> with k in 1..16'),
+    (['--input=none.txt'], '--input=none.txt: cannot be read: No such file'),
+    (['--text=<mask>', '--sampler=fast'], "sample.sampler='fast': not one of"),
+    (['--text=<mask>', '--html=no/dir/x.html'], '--html=no/dir/x.html: must be a file in a'),
+    (['--text=<mask>', '--overwrite'], '--overwrite is not used by --mode=infill')])
+def test_mistakes_are_one_line(run, args, message):
+  result = main(run, '--mode=infill', *args)
+  assert result.returncode == 2 and result.stdout == ''
+  (line,) = [line for line in result.stderr.splitlines() if line.startswith('error: ')]
+  assert message in line and 'Traceback' not in result.stderr
+
+
+def test_bench_prints_both_sides(run):
+  """Calls, acceptance and times of the samplers; items of a decoder and an encoder."""
+  small = ('--mode=bench', '--config.sample.num_samples=2', '--config.sample.steps=4')
+  result = main(run, *small)
+  assert result.returncode == 0, result.stderr
+  rows = [line.split('|') for line in result.stdout.splitlines() if line.startswith('| s')]
+  assert [row[1].strip() for row in rows][1:3] == ['sequential', 'speculative T, window 2']
+  assert all(0 < float(row[2]) <= 1 for row in rows[1:]) and float(rows[1][6]) == 1
+  result = main(run, *small, '--suite=encoder', '--config.model.context_length=16')
+  assert result.returncode == 0, result.stderr
+  assert '| encoder | 128 | 0 |' in result.stdout and 'encoder / decoder = ' in result.stdout
+  assert '| decoder | 50 | 6 |' in result.stdout  # 2 rows of 16 copies and 9 caught up; 4 x 7
+
+
+def test_files_of_templates(tmp_path):
+  """Quoted lines are JSON strings; the line of a bad one is named."""
+  path = tmp_path / 'templates.txt'
+  path.write_text('a <mask>\r\n\n"b\\n<mask>"\n')
+  assert infill.read_templates(None, str(path)) == ['a <mask>', 'b\n<mask>']
+  path.write_text('a\n"b\n')
+  with pytest.raises(UserError, match='line 2 starts with a quote but is no JSON string'):
+    infill.read_templates(None, str(path))
+  path.write_text('\n\n')
+  with pytest.raises(UserError, match='holds no template'):
+    infill.read_templates(None, str(path))
