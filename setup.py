@@ -33,8 +33,8 @@ setuptools.setup(
         'tqdm>=4.66,<5',
     ],
     extras_require={
-        'dev': ['chex>=0.1.90,<0.2', 'hypothesis>=6.100,<7', 'pytest>=8,<10', 'pytest-xdist>=3.6,<4',
-                'ruff>=0.17,<0.18', 'scipy>=1.13,<2'],
+        'dev': ['chex>=0.1.90,<0.2', 'hypothesis>=6.100,<7', 'pytest>=8,<10',
+                'pytest-xdist>=3.6,<4', 'ruff>=0.17,<0.18', 'scipy>=1.13,<2'],
         'torch': ['torch>=2.4,<3'],
         'cuda': ['jax[cuda12]>=0.10,<0.12'],
         'tpu': ['jax[tpu]>=0.10,<0.12'],
