@@ -11,9 +11,11 @@ from aogpt_jax.sampling.logits import (
 )
 from aogpt_jax.sampling.masked import ancestral
 from aogpt_jax.sampling.parallel import Generation, decode_logits, generate, generate_record
+from aogpt_jax.sampling.rejection import token_rejection
 from aogpt_jax.sampling.schedules import reveal_counts
 from aogpt_jax.sampling.speculative import Speculation, speculative
 
 __all__ = ['Generation', 'SamplingRule', 'Speculation', 'adaptive', 'ancestral', 'decode_logits',
            'generate', 'generate_record', 'gumbel_softmax', 'nucleus_mask', 'reveal_counts',
-           'sample_categorical', 'speculative', 'token_details', 'transform']
+           'sample_categorical', 'speculative', 'token_details',
+           'token_rejection', 'transform']

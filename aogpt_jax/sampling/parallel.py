@@ -146,7 +146,7 @@ def _step(model: AOGPT, layers: Unstacked, cache: Cache, items: Items, caught_up
   return model.logits(hidden[:, ahead:]), cache
 
 
-def _decode(model: AOGPT, generated: jax.Array, orders: jax.Array, plan: Plan, layout: Layout,
+def decode(model: AOGPT, generated: jax.Array, orders: jax.Array, plan: Plan, layout: Layout,
             state: Any, reveal: Callable[..., tuple[Any, jax.Array]]) -> tuple[Any, jax.Array]:
   """Runs every step; reveal(step, state, generated, logits, index, shown) -> state and generated.
 
@@ -202,7 +202,7 @@ def _generate(graphdef, params, row_keys, generated, orders, plan, *, rule, layo
     return state, put(generated, drawn)
 
   state = (jnp.full(generated.shape, jnp.nan), jnp.full(generated.shape, GIVEN)) if details else ()
-  state, generated = _decode(model, generated, orders, plan, layout, state, reveal)
+  state, generated = decode(model, generated, orders, plan, layout, state, reveal)
   return generated, state
 
 
@@ -219,7 +219,7 @@ def _decode_logits(graphdef, params, generated, orders, plan, *, layout):
     return all_logits.at[rows, index].set(logits), generated  # a later step overwrites the excess
 
   all_logits = jnp.zeros((*generated.shape, model.config.vocab_size), jnp.float32)
-  return _decode(model, generated, orders, plan, layout, all_logits, reveal)[0]
+  return decode(model, generated, orders, plan, layout, all_logits, reveal)[0]
 
 
 def _check_orders(model: AOGPT | MaskedEncoder, orders: np.ndarray, first: np.ndarray,
