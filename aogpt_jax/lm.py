@@ -152,7 +152,8 @@ class LanguageModel:
       num_tokens: at least 1; text and continuation must fit the context.
       num_samples, **options: as in `infill`.
     """
-    literal = templates.escape(text)
+    # A backslash at the end would escape the hole.
+    literal = templates.escape(text) + '\\' * (len(text) - len(text.rstrip('\\')))
     gap = ' ' if self.tokenizer.spaced and text and not text[-1].isspace() else ''
     return self.infill(f'{literal}{gap}<mask:{num_tokens}>', num_samples, **options)
 

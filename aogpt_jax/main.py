@@ -83,7 +83,7 @@ def _run() -> None:
     return job.run(config, workdir, _SUITE.value)
   from aogpt_jax.jobs import outputs
   destination = outputs.Destination(_OUTPUT.value or '', _HTML.value or '')
-  destination.check()
+  destination.check(_INPUT.value)
   if mode == 'infill':
     return job.run(config, workdir, destination, _TEXT.value, _INPUT.value)
   return job.run(config, workdir, destination)
@@ -92,7 +92,7 @@ def _run() -> None:
 def main(argv: list[str]) -> None:
   """Validates the config, then runs one job; a user's mistake ends in one line and exit code 2."""
   if len(argv) > 1:
-    raise app.UsageError(f'unexpected arguments: {argv[1:]}')
+    flag_parsing.fail(f'unexpected arguments {argv[1:]}; a value with spaces needs quotes')
   # Orbax and TFDS report every file through absl; ours are the lines a person wants.
   absl_logging.set_verbosity(absl_logging.WARNING)
   logging.getLogger('aogpt_jax').setLevel(logging.INFO)
@@ -103,6 +103,9 @@ def main(argv: list[str]) -> None:
   except KeyboardInterrupt:
     print('interrupted', file=sys.stderr)
     sys.exit(130)
+  except BrokenPipeError:  # whoever read our output has enough
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)
   except OSError as error:
     if error.errno is None:
       raise

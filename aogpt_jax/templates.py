@@ -1,5 +1,7 @@
 r"""Texts with holes: `<mask:k>` stands for k tokens, `<mask>` for one, `\<mask>` for itself.
 
+A backslash right before a hole is written twice: `\\<mask>` is a backslash and a hole.
+
 What stands between two holes is tokenized by itself, so known text does not merge with what is
 filled in: it comes back byte for byte, and a hole of k tokens is k tokens.
 """
@@ -12,7 +14,7 @@ import numpy as np
 from aogpt_jax.config import check
 from aogpt_jax.data.tokenizers import Tokenizer
 
-_HOLE = re.compile(r'(\\?)<mask(?::([^<>\s]*))?>')
+_HOLE = re.compile(r'(\\*)<mask(?::([^<>\s]*))?>')
 
 
 class Template(NamedTuple):
@@ -48,8 +50,10 @@ def parse(text: str, tokenizer: Tokenizer, context_length: int) -> Template:
   for hole in _HOLE.finditer(text):
     known_text += text[end:hole.start()]
     end = hole.end()
-    if hole[1]:
-      known_text += hole[0][1:]
+    backslashes = len(hole[1])
+    known_text += hole[1][:backslashes // 2]
+    if backslashes % 2:
+      known_text += hole[0][backslashes:]
       continue
     parts += [known_text, _hole_width(hole, context_length)]
     known_text = ''
@@ -68,7 +72,7 @@ def parse(text: str, tokenizer: Tokenizer, context_length: int) -> Template:
 
 def escape(text: str) -> str:
   r"""Makes a text a template without holes: `<mask>` becomes `\<mask>`."""
-  return re.sub(r'<mask(?=[:>])', r'\\<mask', text)
+  return _HOLE.sub(lambda hole: hole[1] * 2 + '\\' + hole[0][len(hole[1]):], text)
 
 
 def _check_spaces(text: str, parts: tuple[str | int, ...]) -> None:

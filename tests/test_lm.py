@@ -120,6 +120,9 @@ def test_continue_text(lm):
   text = r'One <mask:2> \<mask>'
   (out,) = lm.continue_text(text[:12], 3, seed=1)
   assert out.startswith(text[:12])
+  for tail in ('a\\', 'a\\\\', 'a<mask:', '\\<mask>\\'):
+    (out,) = lm.continue_text(tail, 2, seed=1)
+    assert out.startswith(tail) and '<mask:2>' not in out
   assert lm.continue_text('One two', 3, seed=1) == lm.infill('One two<mask:3>', seed=1)
   with pytest.raises(UserError, match='a hole is <mask:k> with k in 1..16'):
     lm.continue_text('One', 0)

@@ -25,7 +25,7 @@ def test_parts_tokens_and_known(bpe):
 
 @pytest.mark.parametrize(('text', 'parts'), [
     (r'\<mask> x', ('<mask> x',)), (r'a \<mask:3><mask:3>', ('a <mask:3>', 3)),
-    ('\\\\<mask>', ('\\<mask>',)), ('<mask:2><mask>', (2, 1)),
+    ('\\\\<mask>', ('\\', 1)), (r'a\\\<mask>', (r'a\<mask>',)), ('<mask:2><mask>', (2, 1)),
     ('<masks> <mask', ('<masks> <mask',)),
     ('no hole', ('no hole',))])
 def test_what_is_text(bpe, text, parts):
@@ -33,7 +33,8 @@ def test_what_is_text(bpe, text, parts):
 
 
 @pytest.mark.parametrize('text', [
-    '<mask>', r'\<mask:2>', 'a <mask:> b', '<mask', 'x \\', 'ü<mask:9>'])
+    '<mask>', r'\<mask:2>', 'a <mask:> b', '<mask', 'x \\', 'ü<mask:9>',
+    '<mask:', '<mask: 3> z', r'\\<mask:1>', '<mask:a b>', '<mask:<mask>>'])
 def test_an_escaped_text_has_no_hole_and_is_itself(bpe, text):
   assert templates.parse(templates.escape(text), bpe, 64).parts == (text,)
 

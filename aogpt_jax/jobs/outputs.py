@@ -21,12 +21,18 @@ class Destination(NamedTuple):
   output: str = ''
   html: str = ''
 
-  def check(self) -> None:
-    """Raises UserError if a file cannot be written: before anything is computed."""
-    for flag, name in (('--output', self.output), ('--html', self.html)):
-      if name in ('', '-'):
+  def check(self, source: str | None = None) -> None:
+    """Raises UserError if a file cannot be one, or is the `source`: before anything is computed."""
+    files = {'--input': source, '--output': self.output, '--html': self.html}
+    files = {flag: name for flag, name in files.items() if name and name != '-'}
+    paths = [pathlib.Path(name).expanduser().resolve() for name in files.values()]
+    if len(set(paths)) < len(paths):
+      raise UserError(f'{" and ".join(files)}: must be different files')
+    if self.html == '-':
+      raise UserError('--html=-: must be the name of a file; the page is not written to stdout')
+    for (flag, name), path in zip(files.items(), paths):
+      if flag == '--input':
         continue
-      path = pathlib.Path(name).expanduser()
       if path.is_dir() or not path.absolute().parent.is_dir():
         raise UserError(f'{flag}={name}: must be a file in a directory that exists')
 
@@ -48,9 +54,9 @@ def write(completions: Iterable[Completion], destination: Destination, total: in
   progress = tqdm.tqdm(completions, total=total, unit='text', leave=False,
                        disable=not sys.stderr.isatty() or total < 2)
   file = sys.stdout
-  if not to_stdout:
-    file = open(pathlib.Path(destination.output).expanduser(), 'w', encoding='utf-8')
   try:
+    if not to_stdout:
+      file = open(pathlib.Path(destination.output).expanduser(), 'w', encoding='utf-8')
     for number, c in enumerate(progress, start=1):
       if destination.output:
         line = completion_lib.as_json(c)
@@ -59,9 +65,13 @@ def write(completions: Iterable[Completion], destination: Destination, total: in
         print(f'--- {number}\n{c.text}', flush=True)
       if destination.html:
         shown.append(_sample(c, caption))
-  finally:
     if not to_stdout:
       file.close()
+  except OSError as error:
+    if to_stdout:
+      raise
+    raise UserError(f'--output={destination.output}: cannot be written: '
+                    f'{error.strerror}') from None
   if not destination.output:
     print('---\n')
   if destination.html:

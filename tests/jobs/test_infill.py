@@ -81,6 +81,10 @@ def test_a_text_a_file_and_a_page(run, tmp_path):
     (['--input=none.txt'], '--input=none.txt: cannot be read: No such file'),
     (['--text=<mask>', '--sampler=fast'], "sample.sampler='fast': not one of"),
     (['--text=<mask>', '--html=no/dir/x.html'], '--html=no/dir/x.html: must be a file in a'),
+    (['--text=<mask>', '--html=-'], '--html=-: must be the name of a file'),
+    (['--text=a', '--output=x', '--html=./x'], '--output and --html: must be different files'),
+    (['--text=One', 'two'], "unexpected arguments ['two']; a value with spaces needs quotes"),
+    (['--text=a', '--output=/dev/full'], '--output=/dev/full: cannot be written: No space'),
     (['--text=<mask>', '--overwrite'], '--overwrite is not used by --mode=infill')])
 def test_mistakes_are_one_line(run, args, message):
   result = main(run, '--mode=infill', *args)
