@@ -168,7 +168,7 @@ def test_every_masking_estimates_the_bound(masking):
   sums = np.asarray(nll, np.float64).sum(axis=1)
   error = sums.std() / math.sqrt(rows)
   assert abs(sums.mean() - _encoder_bound()[50]) < 4 * error
-  assert error < 0.04 and abs(_encoder_bound()[50] - _encoder_bound().mean()) > 0.2
+  assert error < 0.06 and abs(_encoder_bound()[50] - _encoder_bound().mean()) > 0.2
 
 
 def test_masked_nll_is_zero_where_known_and_chunked_alike():
