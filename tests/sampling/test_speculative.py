@@ -80,9 +80,11 @@ def _distance(counts, rule=PLAIN):
   law = _exact_law(rule)
   expected = law * counts.sum()
   assert counts[law == 0].sum() == 0
-  rare = expected < 5  # the chi-square law needs a few in every cell
-  pool = lambda x: np.append(x[~rare], x[rare].sum()) if rare[law > 0].any() else x[~rare]
-  p_value = scipy.stats.chisquare(pool(counts), pool(expected)).pvalue
+  observed, wanted = counts[law > 0], expected[law > 0]
+  rare = wanted < 5  # the chi-square law needs a few in every cell
+  if rare.any():
+    observed, wanted = (np.append(x[~rare], x[rare].sum()) for x in (observed, wanted))
+  p_value = scipy.stats.chisquare(observed, wanted).pvalue
   distance = 0.5 * np.abs(counts / counts.sum() - law).sum()
   return p_value, distance
 
