@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from aogpt_jax import keys, orders as orders_lib, sampling, templates
-from aogpt_jax.config import SampleConfig, check
+from aogpt_jax.config import SampleConfig
 from aogpt_jax.data.tokenizers import Tokenizer
 from aogpt_jax.model import AOGPT, MaskedEncoder
 from aogpt_jax.sampling.parallel import known_counts
@@ -142,8 +142,6 @@ def complete(model: AOGPT | MaskedEncoder, tokenizer: Tokenizer, rows: list[Row]
   Raises:
     UserError: for an impossible option.
   """
-  check(all(len(row.order) <= model.config.context_length for row in rows), 'template', '',
-        'is longer than the context')
   rule = sampling.SamplingRule(
       options.temperature, options.top_p, tokenizer.vocab_size, options.top_k, options.min_p,
       options.final_temperature).validate()

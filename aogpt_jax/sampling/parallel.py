@@ -89,7 +89,7 @@ def _make_plan(known: np.ndarray, prefill: str) -> tuple[Plan, Layout]:
 
 
 def write(cache: Cache, new: list[tuple[jax.Array, jax.Array]], first: int, last: int,
-           slot: jax.Array, valid: jax.Array) -> Cache:
+          slot: jax.Array, valid: jax.Array) -> Cache:
   """Writes the new items [first, last) to the slots from `slot` on; valid (B, last - first)."""
   put = lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, slot, axis=1)
   return Cache([put(old, k[:, first:last]) for old, (k, _) in zip(cache.keys, new)],
@@ -98,7 +98,7 @@ def write(cache: Cache, new: list[tuple[jax.Array, jax.Array]], first: int, last
 
 
 def start(model: AOGPT, generated: jax.Array, orders: jax.Array, known: jax.Array, layout: Layout,
-           ) -> tuple[Unstacked, Cache]:
+          ) -> tuple[Unstacked, Cache]:
   """An empty cache, or one with the items of the prompts, computed in one causal pass."""
   c, layers, batch = model.config, model.unstack(), orders.shape[0]
   zeros = lambda: [jnp.zeros((batch, layout.slots, c.num_heads, c.head_dim), jnp.dtype(c.dtype))
@@ -147,7 +147,7 @@ def _step(model: AOGPT, layers: Unstacked, cache: Cache, items: Items, caught_up
 
 
 def decode(model: AOGPT, generated: jax.Array, orders: jax.Array, plan: Plan, layout: Layout,
-            state: Any, reveal: Callable[..., tuple[Any, jax.Array]]) -> tuple[Any, jax.Array]:
+           state: Any, reveal: Callable[..., tuple[Any, jax.Array]]) -> tuple[Any, jax.Array]:
   """Runs every step; reveal(step, state, generated, logits, index, shown) -> state and generated.
 
   index (B, group) are the entries of the order that a step's logits are for, `shown` tells which
@@ -185,6 +185,7 @@ class Generation(NamedTuple):
   rank: jax.Array
 
 
+@functools.partial(jax.jit, static_argnames=('graphdef', 'rule', 'layout', 'details'))
 def _generate(graphdef, params, row_keys, generated, orders, plan, *, rule, layout, details):
   """Fills `generated` (B, n + group, generation order); log-probs and ranks likewise, or ()."""
   model = nnx.merge(graphdef, params)
@@ -204,9 +205,6 @@ def _generate(graphdef, params, row_keys, generated, orders, plan, *, rule, layo
   state = (jnp.full(generated.shape, jnp.nan), jnp.full(generated.shape, GIVEN)) if details else ()
   state, generated = decode(model, generated, orders, plan, layout, state, reveal)
   return generated, state
-
-
-_generate = jax.jit(_generate, static_argnames=('graphdef', 'rule', 'layout', 'details'))
 
 
 @functools.partial(jax.jit, static_argnames=('graphdef', 'layout'))
