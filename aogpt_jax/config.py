@@ -352,6 +352,19 @@ def default() -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict(dataclasses.asdict(Config())).lock()
 
 
+def paper() -> ml_collections.ConfigDict:
+  """As `default`, AO-GPT small, with what all runs of the paper share: data, precision, memory."""
+  config = default()
+  config.model.dtype = 'bfloat16'
+  config.model.loss_chunk = 128
+  # OpenWebText as files, with a BPE of GPT-2's size trained on it; the paper uses GPT-2's own.
+  config.data.train = 'files:data/openwebtext/train/*.jsonl'
+  config.data.validation = 'files:data/openwebtext/validation/*.jsonl'
+  config.data.vocab_size = 50257
+  config.train.accumulation = 8
+  return config
+
+
 def from_dict(values: Any, kind: type = Config, prefix: str = '') -> Any:
   """Builds `kind` (Config or one of its sections) from a nested dict or ConfigDict.
 

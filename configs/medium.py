@@ -28,16 +28,10 @@ VARIANTS = ('paper', 'released')
 
 def get_config(variant: str = 'paper'):
   config_lib.check_choice('variant', variant, VARIANTS)
-  config = config_lib.default()
+  config = config_lib.paper()
   config.model.num_layers = 24
   config.model.num_heads = 16
   config.model.embed_dim = 1024
-  config.model.dtype = 'bfloat16'
-  config.model.loss_chunk = 128
-  # OpenWebText as files, with a BPE of GPT-2's size trained on it; the paper uses GPT-2's own.
-  config.data.train = 'files:data/openwebtext/train/*.jsonl'
-  config.data.validation = 'files:data/openwebtext/validation/*.jsonl'
-  config.data.vocab_size = 50257
   config.optimizer.learning_rate = 3e-4
   config.train.accumulation = 16
   if variant == 'released':

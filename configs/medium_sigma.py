@@ -21,7 +21,7 @@ from aogpt_jax import config as config_lib
 
 
 def get_config():
-  config = config_lib.default()
+  config = config_lib.paper()
   config.model.num_layers = 24
   config.model.num_heads = 16
   config.model.embed_dim = 1024
@@ -31,13 +31,7 @@ def get_config():
   config.model.tie_embeddings = True
   config.model.head_bias = False
   config.model.initializer = 'normal'
-  config.model.dtype = 'bfloat16'
-  config.model.loss_chunk = 128
   config.order.name = 'uniform'
-  # OpenWebText as files, with a BPE of GPT-2's size trained on it; the paper uses GPT-2's own.
-  config.data.train = 'files:data/openwebtext/train/*.jsonl'
-  config.data.validation = 'files:data/openwebtext/validation/*.jsonl'
-  config.data.vocab_size = 50257
   config.optimizer.learning_rate = 3e-4
   config.train.accumulation = 16
   return config

@@ -27,14 +27,7 @@ VARIANTS = ('paper', 'released')
 
 def get_config(variant: str = 'paper'):
   config_lib.check_choice('variant', variant, VARIANTS)
-  config = config_lib.default()
-  config.model.dtype = 'bfloat16'
-  config.model.loss_chunk = 128
-  # OpenWebText as files, with a BPE of GPT-2's size trained on it; the paper uses GPT-2's own.
-  config.data.train = 'files:data/openwebtext/train/*.jsonl'
-  config.data.validation = 'files:data/openwebtext/validation/*.jsonl'
-  config.data.vocab_size = 50257
-  config.train.accumulation = 8
+  config = config_lib.paper()
   if variant == 'released':
     config.optimizer.decay_steps = 500_000
     config.optimizer.weight_decay = 0.03

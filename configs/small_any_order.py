@@ -14,13 +14,6 @@ from aogpt_jax import config as config_lib
 
 
 def get_config():
-  config = config_lib.default()
-  config.model.dtype = 'bfloat16'
-  config.model.loss_chunk = 128
+  config = config_lib.paper()
   config.order.name = 'uniform'
-  # OpenWebText as files, with a BPE of GPT-2's size trained on it; the paper uses GPT-2's own.
-  config.data.train = 'files:data/openwebtext/train/*.jsonl'
-  config.data.validation = 'files:data/openwebtext/validation/*.jsonl'
-  config.data.vocab_size = 50257
-  config.train.accumulation = 8
   return config

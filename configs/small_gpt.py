@@ -17,7 +17,7 @@ from aogpt_jax import config as config_lib
 
 
 def get_config():
-  config = config_lib.default()
+  config = config_lib.paper()
   config.model.target_injection = 'none'
   config.model.norm = 'layernorm'
   config.model.qk_norm = False
@@ -25,12 +25,5 @@ def get_config():
   config.model.head_bias = False
   config.model.initializer = 'normal'
   config.model.use_bias = True
-  config.model.dtype = 'bfloat16'
-  config.model.loss_chunk = 128
   config.order.name = 'left_to_right'
-  # OpenWebText as files, with a BPE of GPT-2's size trained on it; the paper uses GPT-2's own.
-  config.data.train = 'files:data/openwebtext/train/*.jsonl'
-  config.data.validation = 'files:data/openwebtext/validation/*.jsonl'
-  config.data.vocab_size = 50257
-  config.train.accumulation = 8
   return config

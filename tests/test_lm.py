@@ -7,45 +7,26 @@ import numpy as np
 import pytest
 
 import aogpt_jax
-from aogpt_jax import config as config_lib, lm as lm_lib
+from aogpt_jax import lm as lm_lib
 from aogpt_jax.config import Config, OrderConfig, SampleConfig
 from aogpt_jax.errors import UserError
-from aogpt_jax.jobs import train
-
-TEXT = 'One two three four five six seven eight nine ten.\nOnce more!\n'
 
 
 @pytest.fixture(scope='module')
-def run(tmp_path_factory):
-  directory = tmp_path_factory.mktemp('lm')
-  (directory / 'text.txt').write_text(TEXT * 40)
-  config = config_lib.from_dict({
-      'model': dict(vocab_size=320, context_length=16, num_layers=1, num_heads=2, embed_dim=16,
-                    condition_dim=8, position_encoding='target_rotary'),
-      'data': dict(train=f'files:{directory}/text.txt', validation=f'files:{directory}/text.txt',
-                   vocab_size=290),
-      'optimizer': dict(learning_rate=1e-2, warmup_steps=0, ema_decay=0.99),
-      'train': dict(num_steps=30, batch_size=8, log_every=10, eval_every=0, checkpoint_every=20),
-      'eval': dict(num_orders=2), 'sample': dict(num_samples=0)})
-  train.run(config, directory / 'run')
-  return directory / 'run'
+def lm(text_run):
+  return aogpt_jax.load(text_run)
 
 
-@pytest.fixture(scope='module')
-def lm(run):
-  return aogpt_jax.load(run)
-
-
-def test_load_takes_a_run_a_step_and_either_weights(run, lm):
+def test_load_takes_a_run_a_step_and_either_weights(text_run, lm):
   """The newest step by default; EMA and raw weights differ; a step of it by its directory."""
   assert lm.step == 30
-  assert aogpt_jax.load(run / 'checkpoints' / '00000020').step == 20
-  raw = aogpt_jax.load(run, ema=False)
+  assert aogpt_jax.load(text_run / 'checkpoints' / '00000020').step == 20
+  raw = aogpt_jax.load(text_run, ema=False)
   assert not np.allclose(raw.model.head.bias[...], lm.model.head.bias[...])
   with pytest.raises(UserError, match='no finished checkpoint of step 7; there are'):
-    aogpt_jax.load(run / 'checkpoints' / '00000007')
+    aogpt_jax.load(text_run / 'checkpoints' / '00000007')
   with pytest.raises(UserError, match='not a run directory'):
-    aogpt_jax.load(run.parent)
+    aogpt_jax.load(text_run.parent)
 
 
 def test_samples_are_reproducible_and_of_the_tokenizer(lm):

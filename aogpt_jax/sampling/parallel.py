@@ -220,19 +220,13 @@ def _decode_logits(graphdef, params, generated, orders, plan, *, layout):
   return decode(model, generated, orders, plan, layout, all_logits, reveal)[0]
 
 
-def _check_orders(model: AOGPT | MaskedEncoder, orders: np.ndarray, first: np.ndarray,
-                  end: np.ndarray) -> None:
-  length = orders.shape[1]
-  if length > model.config.context_length:
-    raise UserError(f'orders of length {length}: the context_length of this model is '
-                    f'{model.config.context_length}')
-  if not (np.sort(orders, axis=1) == np.arange(length)).all():
-    raise UserError(f'orders: every row must be a permutation of 0..{length - 1}')
-  for name, value in (('prompt_length', first), ('end', end)):
-    wrong = value[(value < 0) | (value > length)]
-    check(not wrong.size, name, wrong[:1].tolist(), f'must be in 0..{length}')
-  check((first <= end).all(), 'end', end.tolist(),
-        f'must be at least prompt_length={first.tolist()}')
+def _per_row(name: str, value: int | np.ndarray, batch: int, length: int) -> np.ndarray:
+  value = np.asarray(value)
+  check(value.dtype.kind in 'iu' and value.shape in ((), (batch,)), name, value.tolist(),
+        f'must be one integer or one for each of the {batch} rows')
+  value = np.broadcast_to(value, (batch,)).astype(np.int32)
+  check(((value >= 0) & (value <= length)).all(), name, value.tolist(), f'must be in 0..{length}')
+  return value
 
 
 def _in_generation_order(tokens: jax.Array, orders: jax.Array, group: int) -> jax.Array:
@@ -243,15 +237,31 @@ def _in_generation_order(tokens: jax.Array, orders: jax.Array, group: int) -> ja
 def prepare(model: AOGPT | MaskedEncoder, orders: jax.Array, tokens: jax.Array | None,
             prompt_length: int | np.ndarray, end: np.ndarray | None,
             ) -> tuple[jax.Array, jax.Array, np.ndarray, np.ndarray]:
-  """Checks what samplers are given: orders, tokens (B, n), prompt lengths and ends (B,)."""
+  """Checks what samplers are given, and fills in what they are not.
+
+  Returns:
+    orders and tokens (B, n) int32 on the device, prompt lengths and ends (B,) int32 on the host.
+
+  Raises:
+    UserError: unless every order is a permutation within the context, and the rest fits it.
+  """
   orders = jnp.asarray(orders, jnp.int32)
   batch, length = orders.shape
-  first = np.broadcast_to(np.asarray(prompt_length, np.int64), (batch,))
-  end = np.broadcast_to(np.asarray(length if end is None else end, np.int64), (batch,))
-  _check_orders(model, np.asarray(orders), first, end)
-  check(tokens is not None or not first.any(), 'prompt_length', first.tolist(),
-        'needs `tokens`, which were not given')
-  tokens = jnp.zeros_like(orders) if tokens is None else jnp.asarray(tokens, jnp.int32)
+  if length > model.config.context_length:
+    raise UserError(f'orders of length {length}: the context_length of this model is '
+                    f'{model.config.context_length}')
+  if not (np.sort(orders, axis=1) == np.arange(length)).all():
+    raise UserError(f'orders: every row must be a permutation of 0..{length - 1}')
+  first = _per_row('prompt_length', prompt_length, batch, length)
+  end = _per_row('end', length if end is None else end, batch, length)
+  check((first <= end).all(), 'end', end.tolist(),
+        f'must be at least prompt_length={first.tolist()}')
+  if tokens is None:
+    check(not first.any(), 'prompt_length', first.tolist(), 'needs `tokens`, which were not given')
+    return orders, jnp.zeros_like(orders), first, end
+  tokens = jnp.asarray(tokens, jnp.int32)
+  check(tokens.shape == orders.shape, 'tokens', tokens.shape,
+        f'must have the shape {orders.shape} of the orders')
   return orders, tokens, first, end
 
 
@@ -379,10 +389,9 @@ def decode_logits(model: AOGPT, tokens: jax.Array, orders: jax.Array, groups: li
   Raises:
     UserError: for groups that do not fit, or bad orders.
   """
-  orders, tokens = jnp.asarray(orders, jnp.int32), jnp.asarray(tokens, jnp.int32)
-  batch, length = orders.shape
-  _check_orders(model, np.asarray(orders), np.array([prompt_length]), np.array([length]))
   check_choice('prefill', prefill, PREFILLS)
+  orders, tokens, _, _ = prepare(model, orders, tokens, prompt_length, None)
+  batch, length = orders.shape
   groups = np.asarray(groups, np.int64)
   if groups.min(initial=1) < 1 or groups.sum() != length - prompt_length:
     raise UserError(f'groups={groups.tolist()}: must be positive and sum to '

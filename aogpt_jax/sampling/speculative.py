@@ -24,15 +24,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from aogpt_jax import keys
 from aogpt_jax.config import check, check_choice
-from aogpt_jax.errors import UserError
-from aogpt_jax.model import AOGPT, Items, MaskedEncoder, make_items
+from aogpt_jax.model import AOGPT, Items, make_items
 from aogpt_jax.model.attention import Past
 from aogpt_jax.model.decoder import NONE_POSITION, Unstacked
+from aogpt_jax.sampling import parallel
 from aogpt_jax.sampling.logits import DEFAULT_RULE, SamplingRule, sample_categorical, transform
 
 SCHEMES = ('T', 'FS')
@@ -266,34 +265,6 @@ def _speculate(graphdef, params, key, rows, generated, orders, known, end, *, ru
   return jax.lax.while_loop(lambda state: (state.known < end).any(), body, state)
 
 
-def _check(model: AOGPT, orders: np.ndarray, tokens: jax.Array | None, start: np.ndarray,
-           end: np.ndarray) -> None:
-  """Raises UserError unless the arguments of `speculative` fit together."""
-  if isinstance(model, MaskedEncoder):
-    raise UserError('speculative generation needs a decoder: an encoder has no order of items to '
-                    'verify drafts in; use `generate`')
-  length = orders.shape[1]
-  check(length <= model.config.context_length, 'orders', orders.shape,
-        f'longer than {model.config.context_length}, the context_length of this model')
-  if not (np.sort(orders, axis=1) == np.arange(length)).all():
-    raise UserError(f'orders: every row must be a permutation of 0..{length - 1}')
-  check((end <= length).all() and (end >= 0).all(), 'end', end.tolist(), f'must be in 0..{length}')
-  check((start >= 0).all() and (start <= end).all(), 'prompt_length', start.tolist(),
-        f'must be in 0..end, in every row (end={end.tolist()})')
-  if tokens is None:
-    check(not start.any(), 'prompt_length', start.tolist(), 'needs `tokens`, which were not given')
-  else:
-    check(tokens.shape == orders.shape, 'tokens', tokens.shape,
-          f'must have the shape {orders.shape} of the orders')
-
-
-def _per_row(name: str, value: int | jax.Array, batch: int) -> np.ndarray:
-  value = np.asarray(value)
-  check(value.dtype.kind in 'iu' and value.shape in ((), (batch,)), name, value.tolist(),
-        f'must be one integer or one for each of the {batch} rows')
-  return np.broadcast_to(value, (batch,)).astype(np.int32)
-
-
 def speculative(model: AOGPT, key: jax.Array, orders: jax.Array, *, window: int = 4,
                 scheme: str = 'FS', rule: SamplingRule = DEFAULT_RULE,
                 tokens: jax.Array | None = None, prompt_length: int | jax.Array = 0,
@@ -324,17 +295,14 @@ def speculative(model: AOGPT, key: jax.Array, orders: jax.Array, *, window: int 
   Raises:
     UserError: for an encoder, orders that are no permutations or too long, or impossible options.
   """
-  orders = jnp.asarray(orders, jnp.int32)
-  batch, length = orders.shape
+  check(isinstance(model, AOGPT), 'model', type(model).__name__,
+        'speculative generation needs a decoder: an encoder cannot verify drafts')
   check(window >= 1, 'window', window, 'must be at least 1')
   check_choice('scheme', scheme, SCHEMES)
   check(not rule.annealed, 'final_temperature', rule.final_temperature,
         'must be -1: speculative generation has one law for every token')
-  start = _per_row('prompt_length', prompt_length, batch)
-  end = _per_row('end', length if end is None else end, batch)
-  tokens = None if tokens is None else jnp.asarray(tokens, jnp.int32)
-  _check(model, np.asarray(orders), tokens, start, end)
-  tokens = jnp.zeros_like(orders) if tokens is None else tokens
+  orders, tokens, start, end = parallel.prepare(model, orders, tokens, prompt_length, end)
+  batch, length = orders.shape
   # A power of two, so that few lengths are compiled.
   longest = int(start.max())
   prefill = min(1 << (longest - 1).bit_length(), length) if longest else 0

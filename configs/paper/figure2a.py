@@ -25,9 +25,7 @@ VARIANTS = ('left_to_right', 'random0', 'random1', 'random2', 'blockwise')
 
 def get_config(variant: str = 'left_to_right'):
   config_lib.check_choice('variant', variant, VARIANTS)
-  config = config_lib.default()
-  config.model.dtype = 'bfloat16'
-  config.model.loss_chunk = 128
+  config = config_lib.paper()
   if variant.startswith('random'):
     config.order.name = 'fixed'
     config.order.seed = int(variant.removeprefix('random'))
@@ -36,11 +34,6 @@ def get_config(variant: str = 'left_to_right'):
     config.order.permutation = (0, 2, 3, 1)
   else:
     config.order.name = 'left_to_right'
-  # OpenWebText as files, with a BPE of GPT-2's size trained on it; the paper uses GPT-2's own.
-  config.data.train = 'files:data/openwebtext/train/*.jsonl'
-  config.data.validation = 'files:data/openwebtext/validation/*.jsonl'
-  config.data.vocab_size = 50257
   config.optimizer.decay_steps = 500_000
   config.train.num_steps = 20_000
-  config.train.accumulation = 8
   return config

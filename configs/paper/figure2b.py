@@ -27,16 +27,9 @@ VARIANTS = ('left_to_right', 'any_order', 'mixture')
 
 def get_config(variant: str = 'left_to_right'):
   config_lib.check_choice('variant', variant, VARIANTS)
-  config = config_lib.default()
-  config.model.dtype = 'bfloat16'
-  config.model.loss_chunk = 128
+  config = config_lib.paper()
   if variant == 'left_to_right':
     config.order.name = 'left_to_right'
   elif variant == 'any_order':
     config.order.name = 'uniform'
-  # OpenWebText as files, with a BPE of GPT-2's size trained on it; the paper uses GPT-2's own.
-  config.data.train = 'files:data/openwebtext/train/*.jsonl'
-  config.data.validation = 'files:data/openwebtext/validation/*.jsonl'
-  config.data.vocab_size = 50257
-  config.train.accumulation = 8
   return config

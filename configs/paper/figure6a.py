@@ -23,13 +23,6 @@ VARIANTS = ('adaln', 'input', 'every_block', 'every_block_distinct')
 
 def get_config(variant: str = 'adaln'):
   config_lib.check_choice('variant', variant, VARIANTS)
-  config = config_lib.default()
+  config = config_lib.paper()
   config.model.target_injection = variant
-  config.model.dtype = 'bfloat16'
-  config.model.loss_chunk = 128
-  # OpenWebText as files, with a BPE of GPT-2's size trained on it; the paper uses GPT-2's own.
-  config.data.train = 'files:data/openwebtext/train/*.jsonl'
-  config.data.validation = 'files:data/openwebtext/validation/*.jsonl'
-  config.data.vocab_size = 50257
-  config.train.accumulation = 8
   return config

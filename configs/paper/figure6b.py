@@ -22,13 +22,6 @@ VARIANTS = ('no_ema', 'ema_0.99', 'ema_0.999', 'ema_0.9999')
 
 def get_config(variant: str = 'no_ema'):
   config_lib.check_choice('variant', variant, VARIANTS)
-  config = config_lib.default()
-  config.model.dtype = 'bfloat16'
-  config.model.loss_chunk = 128
-  # OpenWebText as files, with a BPE of GPT-2's size trained on it; the paper uses GPT-2's own.
-  config.data.train = 'files:data/openwebtext/train/*.jsonl'
-  config.data.validation = 'files:data/openwebtext/validation/*.jsonl'
-  config.data.vocab_size = 50257
+  config = config_lib.paper()
   config.optimizer.ema_decay = 0.0 if variant == 'no_ema' else float(variant.removeprefix('ema_'))
-  config.train.accumulation = 8
   return config

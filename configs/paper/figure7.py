@@ -23,16 +23,9 @@ VARIANTS = ('input_no_ema', 'input_ema', 'adaln_no_ema', 'adaln_ema')
 
 def get_config(variant: str = 'input_no_ema'):
   config_lib.check_choice('variant', variant, VARIANTS)
-  config = config_lib.default()
+  config = config_lib.paper()
   if variant.startswith('input'):
     config.model.target_injection = 'input'
-  config.model.dtype = 'bfloat16'
-  config.model.loss_chunk = 128
-  # OpenWebText as files, with a BPE of GPT-2's size trained on it; the paper uses GPT-2's own.
-  config.data.train = 'files:data/openwebtext/train/*.jsonl'
-  config.data.validation = 'files:data/openwebtext/validation/*.jsonl'
-  config.data.vocab_size = 50257
   if variant.endswith('no_ema'):
     config.optimizer.ema_decay = 0.0
-  config.train.accumulation = 8
   return config

@@ -9,42 +9,24 @@ import sys
 import numpy as np
 import pytest
 
-from aogpt_jax import config as config_lib
 from aogpt_jax.errors import UserError
-from aogpt_jax.jobs import infill, train
+from aogpt_jax.jobs import infill
 
 ROOT = pathlib.Path(__file__).parents[2]
-TEXT = 'One two three four five six seven eight nine ten.\nOnce more!\n'
 
-
-@pytest.fixture(scope='module')
-def run(tmp_path_factory):
-  directory = tmp_path_factory.mktemp('infill')
-  (directory / 'text.txt').write_text(TEXT * 40)
-  config = config_lib.from_dict({
-      'model': dict(vocab_size=320, context_length=16, num_layers=1, num_heads=2, embed_dim=16,
-                    condition_dim=8, position_encoding='target_rotary'),
-      'data': dict(train=f'files:{directory}/text.txt', validation=f'files:{directory}/text.txt',
-                   vocab_size=290),
-      'train': dict(num_steps=2, batch_size=8, eval_every=0, checkpoint_every=0),
-      'eval': dict(num_orders=2), 'sample': dict(num_samples=0)})
-  train.run(config, directory / 'run')
-  return directory / 'run'
-
-
-def main(run, *args, stdin=''):
+def main(text_run, *args, stdin=''):
   """The command line on that run."""
   env = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
-  return subprocess.run(
-      [sys.executable, '-m', 'aogpt_jax.main', '--config=configs/quickstart.py', f'--workdir={run}',
-       '--config.sample.num_samples=1', *args], cwd=ROOT, env=env, capture_output=True, text=True,
-      timeout=300, input=stdin)
+  command = [sys.executable, '-m', 'aogpt_jax.main', '--config=configs/quickstart.py',
+             f'--workdir={text_run}', '--config.sample.num_samples=1', *args]
+  return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300,
+                        input=stdin)
 
 
-def test_lines_from_stdin_become_json_lines(run):
+def test_lines_from_stdin_become_json_lines(text_run):
   """One record a line: text, tokens, order, and step, log-probability and rank of each token."""
   templates = ['One <mask:2> three', json.dumps('two\n<mask>'), '', 'no hole']
-  result = main(run, '--mode=infill', '--input=-', stdin='\n'.join(templates))
+  result = main(text_run, '--mode=infill', '--input=-', stdin='\n'.join(templates))
   assert result.returncode == 0, result.stderr
   records = [json.loads(line) for line in result.stdout.splitlines()]
   assert [r['text'][:4] for r in records] == ['One ', 'two\n', 'no h']
@@ -58,16 +40,16 @@ def test_lines_from_stdin_become_json_lines(run):
   assert records[2]['order'] == [] and set(records[2]['step']) == {None}
 
 
-def test_a_text_a_file_and_a_page(run, tmp_path):
+def test_a_text_a_file_and_a_page(text_run, tmp_path):
   """--text prints; --output and --html write; samplers by name."""
   page, lines = tmp_path / 'out.html', tmp_path / 'out.jsonl'
-  result = main(run, '--mode=infill', '--text=One <mask:3> ten', f'--html={page}',
+  result = main(text_run, '--mode=infill', '--text=One <mask:3> ten', f'--html={page}',
                 '--sampler=adaptive')
   assert result.returncode == 0, result.stderr
   filled = result.stdout.split('--- 1\n')[1].split('\n---')[0]
   assert filled.startswith('One ') and filled.endswith(' ten')
   assert 'adaptive by confidence' in page.read_text() and '<script' in page.read_text()
-  result = main(run, '--mode=sample', f'--output={lines}', '--config.sample.steps=4')
+  result = main(text_run, '--mode=sample', f'--output={lines}', '--config.sample.steps=4')
   assert result.returncode == 0, result.stderr
   (record,) = map(json.loads, lines.read_text().splitlines())
   assert len(record['tokens']) == 16 and set(record['step']) == {0, 1, 2, 3}
@@ -86,22 +68,22 @@ def test_a_text_a_file_and_a_page(run, tmp_path):
     (['--text=One', 'two'], "unexpected arguments ['two']; a value with spaces needs quotes"),
     (['--text=a', '--output=/dev/full'], '--output=/dev/full: cannot be written: No space'),
     (['--text=<mask>', '--overwrite'], '--overwrite is not used by --mode=infill')])
-def test_mistakes_are_one_line(run, args, message):
-  result = main(run, '--mode=infill', *args)
+def test_mistakes_are_one_line(text_run, args, message):
+  result = main(text_run, '--mode=infill', *args)
   assert result.returncode == 2 and result.stdout == ''
   (line,) = [line for line in result.stderr.splitlines() if line.startswith('error: ')]
   assert message in line and 'Traceback' not in result.stderr
 
 
-def test_bench_prints_both_sides(run):
+def test_bench_prints_both_sides(text_run):
   """Calls, acceptance and times of the samplers; items of a decoder and an encoder."""
   small = ('--mode=bench', '--config.sample.num_samples=2', '--config.sample.steps=4')
-  result = main(run, *small)
+  result = main(text_run, *small)
   assert result.returncode == 0, result.stderr
   rows = [line.split('|') for line in result.stdout.splitlines() if line.startswith('| s')]
   assert [row[1].strip() for row in rows][1:3] == ['sequential', 'speculative T, window 2']
   assert all(0 < float(row[2]) <= 1 for row in rows[1:]) and float(rows[1][6]) == 1
-  result = main(run, *small, '--suite=encoder', '--config.model.context_length=16')
+  result = main(text_run, *small, '--suite=encoder', '--config.model.context_length=16')
   assert result.returncode == 0, result.stderr
   assert '| encoder | 128 | 0 |' in result.stdout and 'encoder / decoder = ' in result.stdout
   assert '| decoder | 50 | 6 |' in result.stdout  # 2 rows of 16 copies and 9 caught up; 4 x 7

@@ -285,12 +285,12 @@ def test_nothing_to_generate():
 
 @pytest.mark.parametrize(('changes', 'message'), [
     ({'orders': [[0, 1, 1]]}, r'every row must be a permutation of 0..2'),
-    ({'orders': [list(range(15))]}, 'longer than 14, the context_length of this model'),
+    ({'orders': [list(range(15))]}, 'length 15: the context_length of this model is 14'),
     ({'window': 0}, 'window=0: must be at least 1'),
     ({'scheme': 'SF'}, 'did you mean "FS"'),
     ({'prompt_length': 1}, r'prompt_length=\[1\]: needs `tokens`'),
-    ({'prompt_length': 4}, r'prompt_length=\[4\]: must be in 0..end'),
-    ({'prompt_length': -1}, r'prompt_length=\[-1\]: must be in 0..end'),
+    ({'prompt_length': 4}, r'prompt_length=\[4\]: must be in 0..3'),
+    ({'prompt_length': -1}, r'prompt_length=\[-1\]: must be in 0..3'),
     ({'prompt_length': [1, 2]}, 'one integer or one for each of the 1 rows'),
     ({'end': 1.5}, r'end=1.5: must be one integer'),
     ({'end': 4}, r'end=\[4\]: must be in 0..3'),
