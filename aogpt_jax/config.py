@@ -8,6 +8,7 @@ overrides, into a `Config`. Nothing here imports jax: `--help` and a wrong key a
 import dataclasses
 import json
 import math
+import typing
 from typing import Any
 
 import ml_collections
@@ -231,16 +232,36 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-  """Validation: every block once left to right, and once for each of `num_orders` orders."""
+  """Validation and --mode=evaluate: every block once an order, `num_orders` times if it varies."""
 
-  num_orders: int = 4  # uniform orders a block; the standard error over orders needs 2
+  num_orders: int = 4  # orders drawn a block; the standard error over orders needs 2
   batch_size: int = 64
+  ema: bool = True  # --mode=evaluate, score: the averaged weights, or the raw ones
   prefix_blocks: int = 64  # blocks that an encoder scores left to right, n passes each; 0: all
+  # Ensembles over context orders (paper eq. 7), in --mode=evaluate.
+  num_ensembles: int = 0  # sizes 1, 2, 4, … up to this; 0: none
+  ensemble_steps: int = 0  # generation steps scored in a block, drawn at random; 0: all, exactly
+  ensemble_blocks: int = 0  # blocks, evenly spaced; 0: all
+  # Quality of generated texts, in --mode=evaluate --judge=…: the paper's grid (Table 2).
+  generation_steps: tuple[int, ...] = (64, 128, 256, 512, 1024)  # those up to the context length
+  top_ps: tuple[float, ...] = (1.0, 0.95, 0.95)  # with the temperature at the same place
+  temperatures: tuple[float, ...] = (1.0, 0.9, 0.7)
 
   def __post_init__(self):
-    _check_at_least(self, 'eval', 0, 'prefix_blocks')
+    _check_at_least(self, 'eval', 0, 'prefix_blocks', 'num_ensembles', 'ensemble_steps',
+                    'ensemble_blocks')
     _check_at_least(self, 'eval', 1, 'batch_size')
     _check_at_least(self, 'eval', 2, 'num_orders')
+    check(self.ensemble_steps != 1, 'eval.ensemble_steps', 1,
+          'must be at least 2, which a standard error needs, or 0 for all')
+    for name in ('generation_steps', 'top_ps', 'temperatures'):
+      values = getattr(self, name)
+      high = {'top_ps': 1}.get(name, math.inf)
+      low = {'generation_steps': 1}.get(name, 0)
+      check(values and all(low <= v <= high for v in values), f'eval.{name}', values,
+            f'must hold values in [{low}, {high}]')
+    check(len(self.top_ps) == len(self.temperatures), 'eval.temperatures', self.temperatures,
+          f'must have one entry for each of eval.top_ps={self.top_ps}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -380,9 +401,11 @@ def from_dict(values: Any, kind: type = Config, prefix: str = '') -> Any:
     expected = fields[key].type
     if dataclasses.is_dataclass(expected):
       value = from_dict(value, expected, name + '.')
-    elif expected == tuple[int, ...]:
-      value = tuple(value)
-      check(all(type(v) is int for v in value), name, value, 'must hold integers')
+    elif expected in (tuple[int, ...], tuple[float, ...]):
+      kind_of_item = typing.get_args(expected)[0]
+      value = tuple(float(v) if kind_of_item is float and type(v) is int else v for v in value)
+      check(all(type(v) is kind_of_item and math.isfinite(v) for v in value), name, value,
+            f'must hold values of type {kind_of_item.__name__}')
     else:
       if expected is float and type(value) is int:
         value = float(value)

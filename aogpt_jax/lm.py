@@ -15,8 +15,8 @@ from aogpt_jax import (
   interop,
   keys,
   model as model_lib,
-  objective,
   orders as orders_lib,
+  scoring,
   templates,
 )
 from aogpt_jax.completion import Completion
@@ -24,6 +24,7 @@ from aogpt_jax.config import Config, SampleConfig, check
 from aogpt_jax.data import tokenizers
 from aogpt_jax.errors import UserError
 from aogpt_jax.model import AOGPT
+from aogpt_jax.scoring import Score
 from aogpt_jax.training import checkpoints
 
 
@@ -44,14 +45,6 @@ def _options(**fields: Any) -> SampleConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Score:
-  """Log-likelihood of a text: total nats of its tokens (negative log), and how many tokens."""
-
-  nats: float
-  num_tokens: int
-
-
-@dataclasses.dataclass(frozen=True)
 class LanguageModel:
   """What `aogpt_jax.load` returns; the model runs on one device."""
 
@@ -60,7 +53,7 @@ class LanguageModel:
   config: Config
   step: int
 
-  def _order(self, name: str) -> orders_lib.OrderDistribution:
+  def order(self, name: str) -> orders_lib.OrderDistribution:
     """The distribution called `name`, with the run's options where it is the run's own."""
     own = self.config.order
     check(self.model.config.knows_target or name == own.name, 'order', name,
@@ -88,7 +81,7 @@ class LanguageModel:
     """
     parsed = [check_template(text, self.tokenizer, self.config) for text in texts]
     default = 'uniform' if self.config.model.knows_target else self.config.order.name
-    rows = completion.make_rows(parsed, options.num_samples, self._order(options.order or default),
+    rows = completion.make_rows(parsed, options.num_samples, self.order(options.order or default),
                                 options.seed)
     return completion.complete(self.model, self.tokenizer, rows, options)
 
@@ -115,7 +108,7 @@ class LanguageModel:
     length = self.model.config.context_length
     check(options.steps <= length, 'steps', options.steps, f'must be in 1..{length}')
     whole = templates.Template((length,), np.zeros(length, np.int32), np.zeros(length, bool))
-    order = self._order(options.order or self.generation_order)
+    order = self.order(options.order or self.generation_order)
     rows = completion.make_rows([whole], options.num_samples, order, options.seed)
     return completion.complete(self.model, self.tokenizer, rows, options)
 
@@ -157,36 +150,45 @@ class LanguageModel:
     gap = ' ' if self.tokenizer.spaced and text and not text[-1].isspace() else ''
     return self.infill(f'{literal}{gap}<mask:{num_tokens}>', num_samples, **options)
 
-  def score(self, texts: list[str], order: str = 'left_to_right', seed: int = 0) -> list[Score]:
-    """Log-likelihood of texts along an order, without an end-of-text token.
+  def score(self, texts: Sequence[str | scoring.Request], order: str = 'left_to_right',
+            seed: int = 0, batch_size: int = 32) -> list[Score]:
+    """Log-likelihood of texts, or of spans of them given the rest, without an end-of-text token.
 
     Args:
-      texts: each 1 to context_length tokens.
-      order: a name that `orders.make` knows; the run's own has the run's options.
+      texts: each 1 to context_length tokens; a `scoring.Request` names spans and what they are
+        given.
+      order: of the tokens of a text or span; a name that `orders.make` knows; the run's own has the
+        run's options.
       seed: of a random order; text i depends on (seed, i).
+      batch_size: texts scored at once.
 
     Raises:
-      UserError: for an empty or too long text or an unknown order.
+      UserError: for an empty or too long text, spans that cannot be, or an unknown order.
     """
     check(not isinstance(texts, str), 'texts', texts, 'must be a list of texts, not one text')
     config_lib.check_seed('seed', seed)
-    distribution = self._order(order)
-    key, length = keys.stream_key(seed, 'eval'), self.model.config.context_length
+    distribution, key = self.order(order), keys.stream_key(seed, 'eval')
     rows = []
     for i, text in enumerate(texts):
-      ids = self.tokenizer.encode(text)
-      check(1 <= len(ids) <= length, f'texts[{i}]', text[:40],
-            f'has {len(ids)} tokens, must have 1..{length} (the context_length)')
-      row = distribution.sample(key, 1, len(ids), first_row=i)[0]
-      # The rest comes after the text in generation order, so the text's own terms do not see it.
-      rest = np.arange(len(ids), length)
-      rows.append((np.pad(ids, (0, len(rest))), np.concatenate([row, rest]), len(ids)))
-    score = jax.jit(lambda params, *batch: objective.token_nll(
-        nnx.merge(graphdef, params), *batch))
-    graphdef, params = nnx.split(self.model)
-    nll = [np.asarray(score(params, tokens[None], row[None].astype(np.int32)), np.float64)[0]
-           for tokens, row, _ in rows]
-    return [Score(float(x[:count].sum()), count) for x, (_, _, count) in zip(nll, rows)]
+      request = text if isinstance(text, scoring.Request) else scoring.Request(text)
+      try:
+        row = scoring.make_row(request, self.tokenizer, self.model.config.context_length,
+                               distribution, key, i)
+        self._check_known_order(row, distribution)
+      except UserError as error:
+        raise UserError(f'text {i + 1}: {error}') from None
+      rows.append(row)
+    return list(scoring.score(self.model, rows, batch_size))
+
+  def _check_known_order(self, row: scoring.Row, own: orders_lib.OrderDistribution) -> None:
+    """UserError if a model that knows one order alone would read the row in another."""
+    if self.model.config.knows_target:
+      return
+    used = row.given + sum(row.span_tokens)
+    expected = np.asarray(own.sample(jax.random.key(0), 1, len(row.order))[0])
+    check(np.array_equal(row.order[:used], expected[:used]), 'spans', row.order[:used].tolist(),
+          f'this model is not told the next position, so it knows the order {own.name} only, from '
+          'its first token on')
 
 
 def load(path: str | pathlib.Path, ema: bool = True) -> LanguageModel:

@@ -20,7 +20,7 @@ from ml_collections import config_flags
 from aogpt_jax import config as config_lib, flag_parsing
 from aogpt_jax.errors import UserError
 
-MODES = ('train', 'sample', 'infill', 'convert', 'bench')
+MODES = ('train', 'evaluate', 'sample', 'infill', 'score', 'convert', 'bench')
 
 _CONFIG = config_flags.DEFINE_config_file(
     'config', None, 'Config file; override fields with --config.section.field=value after it.')
@@ -29,20 +29,31 @@ _WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run: written b
 _MODE = flags.DEFINE_enum('mode', 'train', MODES, 'What to do.')
 _OVERWRITE = flags.DEFINE_bool('overwrite', False, 'train: delete the run in --workdir first; '
                                'convert: replace the .pt file --destination.')
-_SOURCE = flags.DEFINE_string('source', None, 'convert: a .pt file, a run, or one step of it.')
+_SOURCE = flags.DEFINE_string('source', None, 'convert, evaluate, score: a .pt file, a run, or one '
+                              'step of it; without it, evaluate and score use --workdir.')
 _DESTINATION = flags.DEFINE_string('destination', None, 'convert: a new run, or a .pt file.')
 _CONTEXT_LENGTH = flags.DEFINE_integer('context_length', None, 'convert, from .pt: keep the '
                                        'positions below it alone.')
-_OUTPUT = flags.DEFINE_string('output', None, 'sample, infill: file of JSON lines; - for stdout.')
+_OUTPUT = flags.DEFINE_string('output', None, 'sample, infill, score: file of JSON lines; - for '
+                              'stdout. evaluate: directory of the results.')
 _HTML = flags.DEFINE_string('html', None, 'sample, infill: a page that plays the generation.')
-_TEXT = flags.DEFINE_string('text', None, 'infill: a text with holes, <mask:k> for k tokens.')
-_INPUT = flags.DEFINE_string('input', None, 'infill: a file of such lines; - for stdin.')
+_TEXT = flags.DEFINE_string('text', None, 'infill: a text with holes, <mask:k> for k tokens; '
+                            'score: a text.')
+_INPUT = flags.DEFINE_string('input', None, 'infill, score: a file of such lines; - for stdin.')
+_CORPUS = flags.DEFINE_multi_string('corpus', None, 'evaluate: a corpus, such as embedded:milton; '
+                                    'may be repeated; default: data.validation.')
+_ORDER = flags.DEFINE_multi_string('order', None, 'evaluate: an order, may be repeated; default: '
+                                   'all that the model knows. score: one, default left_to_right.')
+_JUDGE = flags.DEFINE_string('judge', None, 'evaluate: judge the texts of the model instead, by a '
+                             'run of this project, or a Hugging Face causal LM, hf:NAME.')
 _SAMPLER = flags.DEFINE_string('sampler', None, 'sample, infill: parallel, sequential, speculative '
                                'or adaptive; short for --config.sample.sampler.')
 _SUITE = flags.DEFINE_enum('suite', 'samplers', ('samplers', 'encoder'), 'bench: what to measure.')
 # The flags that belong to some modes alone.
 MODE_FLAGS = {
     'train': ('config', 'workdir', 'overwrite'),
+    'evaluate': ('config', 'workdir', 'source', 'corpus', 'order', 'judge', 'output'),
+    'score': ('config', 'workdir', 'source', 'text', 'input', 'order', 'output'),
     'sample': ('config', 'workdir', 'output', 'html', 'sampler'),
     'infill': ('config', 'workdir', 'output', 'html', 'sampler', 'text', 'input'),
     'bench': ('config', 'workdir', 'suite'),
@@ -81,9 +92,18 @@ def _run() -> None:
     return job.run(config, workdir, overwrite=_OVERWRITE.value)
   if mode == 'bench':
     return job.run(config, workdir, _SUITE.value)
+  source = _path(_SOURCE.value) if _SOURCE.value else workdir
+  orders = _ORDER.value or []
+  if mode == 'evaluate':
+    output = _path(_OUTPUT.value) if _OUTPUT.value else workdir / 'evaluation'
+    return job.run(config, workdir, source, _CORPUS.value, orders, _JUDGE.value or '', output)
   from aogpt_jax.jobs import outputs
   destination = outputs.Destination(_OUTPUT.value or '', _HTML.value or '')
   destination.check(_INPUT.value)
+  if mode == 'score':
+    config_lib.check(len(orders) <= 1, '--order', orders, 'only one is used by --mode=score')
+    return job.run(config, source, destination.output, _TEXT.value, _INPUT.value,
+                   *(orders or ['left_to_right']))
   if mode == 'infill':
     return job.run(config, workdir, destination, _TEXT.value, _INPUT.value)
   return job.run(config, workdir, destination)

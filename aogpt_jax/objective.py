@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from aogpt_jax.masks import Masks
 from aogpt_jax.model import AOGPT, MaskedEncoder
+from aogpt_jax.model.decoder import make_items
 
 Model = AOGPT | MaskedEncoder
 
@@ -72,6 +73,27 @@ def token_nll(model: Model, tokens: jax.Array, orders: jax.Array,
     return _prefix_nll(model, tokens, orders)
   return _sequence_nll(model, model.hidden(tokens, orders, key),
                        jnp.take_along_axis(tokens, orders, axis=1))
+
+
+def step_nll(model: AOGPT, tokens: jax.Array, orders: jax.Array, at: jax.Array,
+             length: int) -> jax.Array:
+  """-log p(x_σ(t) | x_σ(<t), σ(t)) of one step t a row, from the items before it alone.
+
+  Args:
+    model: an AOGPT.
+    tokens: (B, n) int32.
+    orders: (B, n) int32, row b a permutation.
+    at: (B,) int32, the step of each row, below `length`.
+    length: how many items are computed.
+
+  Returns:
+    (B,) float32 nats.
+  """
+  prefix = orders[:, :length]
+  generated = jnp.take_along_axis(tokens, prefix, axis=1)
+  hidden = model.hidden_of(make_items(generated, prefix))
+  one = jnp.take_along_axis(hidden, at[:, None, None], axis=1)
+  return _nll(model, one, jnp.take_along_axis(generated, at[:, None], axis=1))[:, 0]
 
 
 def masked_nll(model: MaskedEncoder, tokens: jax.Array, masks: Masks,

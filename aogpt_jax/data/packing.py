@@ -32,7 +32,7 @@ from aogpt_jax.errors import UserError
 _MARKER = 'prepared.json'
 _COUNTS = 'token_counts.npy'
 _SPLIT = 'blocks'  # TFDS wants a name for the only part
-_VERSION = '1.0.0'  # of the files: part of the request's hash, so a new one is prepared anew
+_VERSION = '1.1.0'  # of the files: part of the request's hash, so a new one is prepared anew
 
 
 class Tokenizer(Protocol):
@@ -69,6 +69,7 @@ class PreparedData:
     num_tokens: tokens of the corpus, with one end-of-text a document and with the remainder that
       fills no block.
     num_bytes: UTF-8 bytes of the documents.
+    num_words: words of the documents, parted by white space.
   """
 
   directory: pathlib.Path
@@ -81,6 +82,7 @@ class PreparedData:
   num_documents: int
   num_tokens: int
   num_bytes: int
+  num_words: int
 
   @property
   def bytes_per_token(self) -> float:
@@ -100,6 +102,7 @@ class PackingCounts:
   num_documents: int = 0
   num_tokens: int = 0
   num_bytes: int = 0
+  num_words: int = 0
 
 
 def pack(documents: Iterable[str], tokenizer: Tokenizer, block_length: int,
@@ -132,6 +135,7 @@ def _pack(documents: Iterable[str], tokenizer: Tokenizer, block_length: int,
     counts.num_documents += 1
     counts.num_tokens += ids.size + 1
     counts.num_bytes += len(document.encode('utf-8'))
+    counts.num_words += len(document.split())
     rest = np.concatenate([rest, ids, end_of_text], dtype=np.int32)
     full = rest.size // block_length * block_length
     yield from rest[:full].reshape(-1, block_length)

@@ -41,7 +41,7 @@ def _seconds(times: list[float]) -> str:
 def samplers(lm: lm_lib.LanguageModel, config: Config) -> str:
   """Calls a token, acceptance and wall time of samplers with the same law, as a Markdown table."""
   options, length = config.sample, lm.model.config.context_length
-  order = lm._order(options.order or lm.generation_order).sample(
+  order = lm.order(options.order or lm.generation_order).sample(
       keys.stream_key(options.seed, 'order'), options.num_samples, length)
   rule = sampling.SamplingRule(options.temperature, options.top_p, lm.tokenizer.vocab_size,
                                options.top_k, options.min_p)

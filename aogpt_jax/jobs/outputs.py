@@ -78,6 +78,18 @@ def write(completions: Iterable[Completion], destination: Destination, total: in
     viewer.write_html(pathlib.Path(destination.html).expanduser(), shown, caption)
 
 
+def write_lines(lines: Iterable[str], output: str) -> None:
+  """Writes lines to a file, or to stdout for '-'; UserError if the file cannot be written."""
+  if output == '-':
+    for line in lines:
+      print(line)
+    return
+  try:
+    pathlib.Path(output).expanduser().write_text(''.join(f'{line}\n' for line in lines), 'utf-8')
+  except OSError as error:
+    raise UserError(f'--output={output}: cannot be written: {error.strerror}') from None
+
+
 def _sample(c: Completion, caption: str) -> viewer.Sample:
   known = np.isnan(c.log_prob)
   probability = np.exp(c.log_prob)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 # What makes a run; --overwrite deletes these and nothing else. Packed blocks in data/ stay: they
 # lie under a hash of what they were made of, so another run cannot mistake them for its own.
 RUN_FILES = ('config.json', 'tokenizer.model', 'metrics.jsonl', 'tensorboard', 'checkpoints',
-             'evaluation.json', 'evaluation.md')
+             'evaluation.json', 'evaluation.md', 'evaluation')
 
 
 def _make_workdir(workdir: pathlib.Path) -> None:

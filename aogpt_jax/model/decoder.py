@@ -92,7 +92,10 @@ class AOGPT(Stack):
     if tokens.shape != orders.shape:
       raise UserError(f'tokens {tokens.shape} and orders {orders.shape} must have one shape (B, n)')
     self.check_length(tokens.shape[1])
-    items = make_items(jnp.take_along_axis(tokens, orders, axis=1), orders)
+    return self.hidden_of(make_items(jnp.take_along_axis(tokens, orders, axis=1), orders), key)
+
+  def hidden_of(self, items: Items, key: jax.Array | None = None) -> jax.Array:
+    """As `hidden`, of any items, causal among themselves: (B, T, d)."""
     x = self.run_blocks(self.embed(items), items.position, items.target, self._condition(), key)
     return self.finish(x, items.target, self.final_table())
 

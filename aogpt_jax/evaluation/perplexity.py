@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from aogpt_jax import data, keys, masks, objective, orders as orders_lib, sharding as sharding_lib
-from aogpt_jax.config import Config
+from aogpt_jax.config import Config, OrderConfig, check
 
 # (draw, row numbers (B,), n) -> what is drawn for those rows: orders (B, n), or Masks.
 Draw = Callable[[jax.Array, jax.Array, int], Any]
@@ -44,7 +44,7 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
   return {name: None if value != value else value for name, value in fields.items()}
 
 
-def _standard_error(values: np.ndarray) -> float:
+def standard_error(values: np.ndarray) -> float:
   return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
@@ -52,8 +52,8 @@ def summarize(order: str, nats: np.ndarray) -> Estimate:
   """Makes an Estimate from nats (draws, blocks, n) or (draws, blocks) sums with n = 1."""
   draws, blocks = nats.shape[:2]
   per_block = nats.reshape(draws, blocks, -1).mean(axis=-1)
-  return Estimate(order, float(per_block.mean()), _standard_error(per_block.mean(axis=1)),
-                  _standard_error(per_block.mean(axis=0)), draws, blocks,
+  return Estimate(order, float(per_block.mean()), standard_error(per_block.mean(axis=1)),
+                  standard_error(per_block.mean(axis=0)), draws, blocks,
                   nats[0].size)
 
 
@@ -118,43 +118,57 @@ def evenly_spaced(blocks: Any, count: int) -> Any:
   return [blocks[i * len(blocks) // count] for i in range(count)]
 
 
-def validate(config: Config, block_nll: Callable[..., jax.Array], params: Any, blocks: Any,
-             mesh: jax.sharding.Mesh, every_order: bool = True) -> list[Estimate]:
-  """The estimates of config.eval: left to right, in any order, and in the run's own order.
+def known_orders(config: Config) -> list[str]:
+  """Names of the orders that a run is scored in: left to right, uniform, and its own.
 
-  A model that is not told its next position is scored in its own order alone. An encoder's
-  any-order estimate is its bound; left to right it needs n forward passes a block, so that
-  takes config.eval.prefix_blocks blocks.
+  A model that is not told its next position is scored in its own order alone.
+  """
+  own = config.order.name
+  if not config.model.knows_target:
+    return [own]
+  return ['left_to_right', 'uniform'] + [own] * (own not in ('left_to_right', 'uniform', 'mixture'))
+
+
+def estimate(config: Config, block_nll: Callable[..., jax.Array], params: Any, blocks: Any,
+             mesh: jax.sharding.Mesh, order: str) -> Estimate:
+  """The estimate of config.eval in the orders of one name.
+
+  An encoder's uniform estimate is its bound; any other order needs n forward passes a block, so
+  that takes config.eval.prefix_blocks blocks.
 
   Args:
-    config: of the run.
+    config: of the run; an order that is the run's own has the run's options.
     block_nll, params, mesh: as in `evaluate`.
-    blocks: all validation blocks.
-    every_order: False leaves out what is expensive: left to right for an encoder.
+    blocks: random access, blocks[i] (n,) int32.
+    order: a name that `orders.make` knows.
 
-  Returns:
-    One Estimate an order.
+  Raises:
+    UserError: for an order that there is not, or that the model does not know.
   """
-  run = lambda blocks, name, draw, num_draws=1: evaluate(
-      block_nll, params, blocks, mesh, name, draw, num_draws, config.eval.batch_size)
-  left_to_right = order_draw(orders_lib.make('left_to_right'))
-  num_orders = config.eval.num_orders
+  own, settings = config.order, config.eval
+  check(config.model.knows_target or order == own.name, 'order', order,
+        f'this model is not told the next position, so it knows its own order only: {own.name}')
+  run = lambda blocks, draw, num_draws: evaluate(block_nll, params, blocks, mesh, order, draw,
+                                                 num_draws, settings.batch_size)
   if config.model.architecture == 'encoder':
-    bound = run(blocks, 'uniform', mask_draw(len(blocks)), num_orders)
-    if not every_order:
-      return [bound]
-    some = evenly_spaced(blocks, config.eval.prefix_blocks)
-    return [run(some, 'left_to_right', left_to_right), bound]
-  own = config.order
-  estimates = []
-  if config.model.knows_target:
-    estimates = [run(blocks, 'left_to_right', left_to_right),
-                 run(blocks, 'uniform', order_draw(orders_lib.make('uniform')), num_orders)]
-  if own.name not in ('mixture', *(e.order for e in estimates)):
-    draws = num_orders if own.varies else 1
-    estimates.append(run(blocks, own.name, order_draw(orders_lib.make(own.name, **own.options())),
-                         draws))
-  return estimates
+    if order == 'uniform':
+      return run(blocks, mask_draw(len(blocks)), settings.num_orders)
+    blocks = evenly_spaced(blocks, settings.prefix_blocks)
+  kind = own if order == own.name else OrderConfig(order)
+  return run(blocks, order_draw(orders_lib.make(order, **kind.options())),
+             settings.num_orders if kind.varies else 1)
+
+
+def validate(config: Config, block_nll: Callable[..., jax.Array], params: Any, blocks: Any,
+             mesh: jax.sharding.Mesh, every_order: bool = True) -> list[Estimate]:
+  """One `estimate` for each of `known_orders`.
+
+  every_order: False leaves out what is expensive: left to right for an encoder.
+  """
+  names = known_orders(config)
+  if config.model.architecture == 'encoder' and not every_order:
+    names = ['uniform']
+  return [estimate(config, block_nll, params, blocks, mesh, name) for name in names]
 
 
 def unigram_nats(train_counts: np.ndarray, blocks: Any) -> float:
