@@ -168,7 +168,10 @@ def quality(texts: Sequence[str], tokens: Sequence[np.ndarray], judge: Judge) ->
   # Texts differ in length under the judge: the error of a ratio of two sums.
   residual = (found.nats - nats * found.num_tokens) / (total / len(texts))
   entropies = np.array([token_entropy(t) for t in tokens])
-  mean = lambda values: float(np.nanmean(values))
+  def mean(values):
+    known = [v for v in values if not math.isnan(v)]  # a short text has no 3-grams
+    return float(np.mean(known)) if known else math.nan
+
   return Quality(
       math.exp(nats), math.exp(nats) * standard_error(residual), mean(entropies),
       standard_error(entropies), *(mean([distinct(t, n) for t in tokens]) for n in (1, 2, 3)),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from aogpt_jax.errors import UserError
-from aogpt_jax.jobs import infill
+from aogpt_jax.jobs import inputs
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -93,10 +93,10 @@ def test_files_of_templates(tmp_path):
   """Quoted lines are JSON strings; the line of a bad one is named."""
   path = tmp_path / 'templates.txt'
   path.write_text('a <mask>\r\n\n"b\\n<mask>"\n')
-  assert infill.read_templates(None, str(path)) == ['a <mask>', 'b\n<mask>']
+  assert inputs.read(None, str(path), 'infill', 'a template') == ['a <mask>', 'b\n<mask>']
   path.write_text('a\n"b\n')
   with pytest.raises(UserError, match='line 2 starts with a quote but is no JSON string'):
-    infill.read_templates(None, str(path))
+    inputs.read(None, str(path), 'infill', 'a template')
   path.write_text('\n\n')
-  with pytest.raises(UserError, match='holds no template'):
-    infill.read_templates(None, str(path))
+  with pytest.raises(UserError, match='holds no text'):
+    inputs.read(None, str(path), 'infill', 'a template')
