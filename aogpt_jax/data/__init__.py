@@ -5,6 +5,7 @@ from typing import Any
 
 _HOME = {
   'read_documents': 'corpora',
+  'detokenize': 'detokenizers',
   'SentencePieceTokenizer': 'tokenizers',
   'train_sentencepiece': 'tokenizers',
   'load_tokenizer': 'tokenizers',
