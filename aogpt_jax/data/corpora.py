@@ -125,9 +125,9 @@ def corpus_fingerprint(spec: str) -> str:
   It covers the bytes of the corpus' files, in order, and the options that change the documents
   (field, document, detokenize), not where the files lie. For a TFDS dataset and a local Hugging
   Face one the files are those that hold the records, and split and field count too. For a
-  repository of the Hugging Face hub it covers name, configuration, revision, split and field and
-  the fingerprint that `datasets` derives from the repository's commit. The digests of large files
-  are remembered, see `digests`.
+  repository of the Hugging Face hub it covers name, configuration, split and field and the
+  fingerprint that `datasets` derives from the repository's commit. The digests of large files are
+  remembered, see `digests`.
   """
   source, detokenize = _open(spec, download=True)
   identity = source.identity + ((f'detokenize={detokenize}',) if detokenize != 'none' else ())

@@ -65,7 +65,11 @@ def open_tfds(spec: str, location: str, *, split: str, field: str, data_dir: str
   def batches() -> Iterator[list]:
     for start in range(0, len(records), _RECORDS):
       indices = range(start, min(start + _RECORDS, len(records)))
-      yield [record[field] for record in records.__getitems__(list(indices))]
+      values = [record[field] for record in records.__getitems__(list(indices))]
+      if None in values:  # what array_record gives of a truncated file
+        raise UserError(f'corpus "{spec}": record {start + values.index(None) + 1} is missing; the '
+                        f'files in {builder.data_path} are damaged')
+      yield values
 
   return Source(files, ('tfds', split, field), lambda: _read(spec, batches(), field))
 
@@ -136,13 +140,16 @@ def open_hf(spec: str, location: str, *, split: str, field: str, revision: str, 
     else:
       dataset = _cached_dataset(spec, location, split, revision)
     if isinstance(dataset, dict):
-      dataset = dataset[_choose_split(spec, '', dataset)]
+      split = _choose_split(spec, split, dataset)
+      if split not in dataset:
+        raise UserError(f'corpus "{spec}": no split "{split}"; valid: {", ".join(dataset)}')
+      dataset = dataset[split]
     _check_field(spec, field, dataset.features)
     dataset = dataset.select_columns([field])
   identity = ('hf', split, field)
   files = [pathlib.Path(file['filename']) for file in dataset.cache_files] if local else []
   if not files:
-    identity += (location, revision, dataset._fingerprint)
+    identity += (location, dataset._fingerprint)
   return Source(files, identity, lambda: _read(
       spec, (batch[field] for batch in dataset.iter(_RECORDS)), field))
 
@@ -154,15 +161,10 @@ def _hf_directory(spec: str, directory: str, split: str) -> Any:
   if not {'state.json', 'dataset_dict.json'}.intersection(os.listdir(directory)):
     return datasets.load_dataset(directory, split=split or None)
   dataset = datasets.load_from_disk(directory)
-  if not isinstance(dataset, dict):
-    if split:
-      raise UserError(f'corpus "{spec}": the dataset in "{directory}" has no splits; '
-                      'leave out split=')
-    return dataset
-  split = _choose_split(spec, split, dataset)
-  if split not in dataset:
-    raise UserError(f'corpus "{spec}": no split "{split}"; valid: {", ".join(dataset)}')
-  return dataset[split]
+  if split and not isinstance(dataset, dict):
+    raise UserError(f'corpus "{spec}": the dataset in "{directory}" has no splits; '
+                    'leave out split=')
+  return dataset
 
 
 def _hub_dataset(location: str, split: str, revision: str) -> Any:
