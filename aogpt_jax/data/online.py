@@ -2,8 +2,6 @@
 
 import importlib.util
 import threading
-import urllib.error
-import urllib.request
 
 from aogpt_jax.errors import UserError
 
@@ -33,6 +31,8 @@ def reachable(url: str) -> bool:
 
 
 def _answers(url: str) -> bool:
+  import urllib.error
+  import urllib.request
   try:
     request = urllib.request.Request(url, method='HEAD')
     with urllib.request.urlopen(request, timeout=_PATIENCE):

@@ -4,6 +4,7 @@ import io
 import threading
 import time
 import urllib.error
+import urllib.request
 
 import pytest
 
@@ -19,7 +20,7 @@ def test_a_host_that_answers_with_an_error(monkeypatch):
   def refuse(request, timeout):
     raise urllib.error.HTTPError(request.full_url, 403, 'no', {}, io.BytesIO())
 
-  monkeypatch.setattr(online.urllib.request, 'urlopen', refuse)
+  monkeypatch.setattr(urllib.request, 'urlopen', refuse)
   assert online.reachable('https://x.org')
 
 
@@ -31,7 +32,7 @@ def test_a_host_that_is_silent(monkeypatch):
     release.wait()
     raise OSError
 
-  monkeypatch.setattr(online.urllib.request, 'urlopen', hang)
+  monkeypatch.setattr(urllib.request, 'urlopen', hang)
   monkeypatch.setattr(online, '_PATIENCE', -0.9)
   start = time.monotonic()
   assert not online.reachable('https://x.org')
