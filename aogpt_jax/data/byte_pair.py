@@ -64,8 +64,9 @@ class BytePairTokenizer(BytePieces):
                       'none')
     if missing := [b for b in range(256) if bytes([b]) not in ranks]:
       raise UserError(f'{name}: not a byte-level BPE: no id stands for the byte {missing[0]}')
+    # Without special tokens: what spells end-of-text must never become it.
     self._encoding = tiktoken.Encoding(
-        'gpt2', pat_str=_WORDS, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: end_of_text_id})
+        'gpt2', pat_str=_WORDS, mergeable_ranks=ranks, special_tokens={})
     super().__init__(pieces, end_of_text_id, json.dumps(
         {_KIND: 'byte_pair', 'end_of_text_id': end_of_text_id,
          'pieces': [piece.decode('latin-1') for piece in pieces]}).encode())
