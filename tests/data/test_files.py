@@ -145,11 +145,15 @@ def test_a_parquet_file_is_never_in_memory_whole(tmp_path):
   pool = pa.proxy_memory_pool(pa.default_memory_pool())
   before = pa.default_memory_pool()
   pa.set_memory_pool(pool)
+  tracemalloc.start()  # of strings; the pool is of arrow's own buffers
   try:
     documents = corpora.read_documents(f'files:{path}')
     assert sum(1 for _ in documents) == 40_000
+    peak = tracemalloc.get_traced_memory()[1]
   finally:
+    tracemalloc.stop()
     pa.set_memory_pool(before)
+  assert peak < 40e6 / 4
   assert 0 < pool.max_memory() < 40e6 / 4
 
 
