@@ -1,9 +1,13 @@
-"""Packaging; every range below was run by the tests at its upper end."""
+"""Packaging; every range below (but tensorflow's) was run by the tests at its upper end."""
 
 import pathlib
 
 import setuptools
 
+GPT2 = 'tiktoken>=0.13,<1'  # before, a long word took quadratic time
+HF = 'datasets>=4,<6'
+PARQUET = 'pyarrow>=17,<27'
+ZSTD = 'zstandard>=0.22,<0.26'
 README = pathlib.Path(__file__).parent / 'README.md'
 
 setuptools.setup(
@@ -34,11 +38,16 @@ setuptools.setup(
     ],
     extras_require={
         'dev': ['chex>=0.1.90,<0.2', 'hypothesis>=6.100,<7', 'pytest>=8,<10',
-                'pytest-xdist>=3.6,<4', 'ruff>=0.17,<0.18', 'scipy>=1.13,<2'],
+                'pytest-xdist>=3.6,<4', 'ruff>=0.17,<0.18', 'scipy>=1.13,<2',
+                'tokenizers>=0.20,<0.24', GPT2, HF, PARQUET, ZSTD],
         'torch': ['torch>=2.4,<3'],
         'cuda': ['jax[cuda12]>=0.10,<0.12'],
         'tpu': ['jax[tpu]>=0.10,<0.12'],
-        'gpt2': ['tiktoken>=0.7,<1'],
+        'gpt2': [GPT2],
+        'hf': [HF],
+        'parquet': [PARQUET],
+        'zstd': [ZSTD],
+        'tfds': ['tensorflow>=2.16,<3'],  # for the downloads of tensorflow-datasets; not run here
         'wandb': ['wandb>=0.17,<1'],
     },
     classifiers=[

@@ -175,11 +175,19 @@ class DiffusionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-  """What is read, and with which tokenizer; see `aogpt_jax.data.corpora` for the corpus names."""
+  """What is read, and with which tokenizer.
+
+  A corpus is `embedded:NAME[:SPLIT]`, `files:GLOB`, `tfds:NAME` or `tfds:DIRECTORY`, `hf:NAME` or
+  `hf:DIRECTORY`, or a recipe (openwebtext, lm1b, wikitext2, wikitext103, ptb, lambada), with
+  options behind a '#': `hf:Salesforce/wikitext/wikitext-2-raw-v1#split=test,detokenize=wikitext`.
+  See `aogpt_jax.data.corpora`. A tokenizer is sentencepiece (trained on data.train), gpt2 (from
+  the cache of tiktoken), gpt2:DIRECTORY (vocab.bpe and encoder.json), bytes, or the path of a
+  saved one, such as another run's tokenizer.model; a converted checkpoint has ids.
+  """
 
   train: str = 'embedded:shakespeare:train'
   validation: str = 'embedded:shakespeare:validation'
-  tokenizer: str = 'sentencepiece'  # train one on data.train, or the path of a .model file
+  tokenizer: str = 'sentencepiece'  # or gpt2, gpt2:DIRECTORY, bytes, a path
   vocab_size: int = 512  # of the tokenizer, when it is trained here
   directory: str = ''  # where packed blocks are written; empty: WORKDIR/data
 

@@ -5,9 +5,14 @@ from typing import Any
 
 _HOME = {
   'read_documents': 'corpora',
+  'check_corpus': 'corpora',
+  'corpus_fingerprint': 'corpora',
+  'RECIPES': 'corpora',
+  'detokenize': 'detokenizers',
   'SentencePieceTokenizer': 'tokenizers',
   'train_sentencepiece': 'tokenizers',
   'load_tokenizer': 'tokenizers',
+  'make_tokenizer': 'tokenizers',
   'pack': 'packing',
   'prepare': 'packing',
   'open_blocks': 'packing',

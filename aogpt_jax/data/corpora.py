@@ -1,80 +1,210 @@
-"""Where documents come from: the text that ships with the package, or files of your own.
+"""Where documents come from: the text that ships with the package, files, or a public dataset.
 
-A corpus is named by a spec:
+A corpus is named by a spec, `SCHEME:REST[#key=value,key=value]`:
 
   embedded:shakespeare:train   NAME[:SPLIT] of the package's own text; the split may be left out
                                where there is only one (`embedded:milton`)
-  files:texts/**/*.jsonl.gz    a glob. `.txt` is one document a file, `.jsonl` one document a line
-                               in the string field "text"; each may end in `.gz`
+  files:texts/**/*.jsonl.gz    a glob; files are read in sorted order. `.txt` is one document a file
+                               (`document=line`: one a line), `.jsonl` one a line, `.parquet` one a
+                               row; .txt and .jsonl may end in `.gz` or `.zst`. Options: field (of
+                               .jsonl and .parquet, default "text"), document (file or line)
+  tfds:my_data/1.0.0           a directory of a prepared TFDS dataset, or NAME[/CONFIG]. Options:
+                               split, field, data_dir
+  hf:Salesforce/wikitext/wikitext-2-raw-v1
+                               OWNER/NAME[/CONFIG] of the Hugging Face hub, or a local directory
+                               (`save_to_disk`, or data files). Options: split, field, revision
 
-Files are read in sorted order, as UTF-8, without any change to newlines or spaces.
+or by the name of a recipe in `RECIPES`: `wikitext103`, `wikitext2#split=test`. A recipe takes the
+options of `hf:`; with `path=GLOB` it reads local files instead, with those of `files:`, and treats
+them as its own text (`ptb#path=data/ptb.test.txt`; .txt is one document a line, except for
+openwebtext).
+
+Every spec takes `detokenize=wikitext|ptb|lm1b|lambada|none`. Text is UTF-8, without any change to
+newlines or spaces but a detokeniser's. An empty document is a document.
 """
 
+import dataclasses
 import glob
-import gzip
 import hashlib
 import json
 import os
 import pathlib
-import zlib
-from collections.abc import Iterator
-from typing import BinaryIO
+import re
+from collections.abc import Callable, Iterator
 
+from aogpt_jax.data import detokenizers, digests, files, hubs
 from aogpt_jax.errors import UserError, nearest
 
 _EMBEDDED = pathlib.Path(__file__).parent / 'embedded'
-_SCHEMES = ('embedded', 'files')
-_SUFFIXES = ('.txt', '.jsonl', '.txt.gz', '.jsonl.gz')
+_OPTIONS = {
+  'embedded': ('detokenize',),
+  'files': ('field', 'document', 'detokenize'),
+  'tfds': ('split', 'field', 'data_dir', 'detokenize'),
+  'hf': ('split', 'field', 'revision', 'detokenize'),
+}
+_CONVERTED = 'refs/convert/parquet'  # where the hub keeps what a loading script used to make
+
+
+def _wikitext_line(line: str) -> str:
+  """A line as the dataset's rows have it: with its newline, but nothing for a blank one."""
+  return line + '\n' if line.strip() else ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """A public corpus as the paper used it.
+
+  Attributes:
+    source: spec of the repository; the data is what it holds, not part of this package.
+    split: the paper's; for wikitext2 that is train (`wikitext2#split=test` for the usual one).
+    field: of the repository.
+    detokenize: see `detokenizers`.
+    document: what a document of a local .txt file is.
+    clean: what makes a row of the repository out of a line of a local .txt file.
+    revision: of the repository.
+  """
+
+  source: str
+  split: str
+  field: str = 'text'
+  detokenize: str = 'none'
+  document: str = 'line'
+  clean: Callable[[str], str] = str
+  revision: str = ''
+
+
+RECIPES = {
+  'openwebtext': Recipe('hf:Skylion007/openwebtext', 'train', document='file'),
+  'wikitext2': Recipe('hf:Salesforce/wikitext/wikitext-2-raw-v1', 'train', detokenize='wikitext',
+                      clean=_wikitext_line),
+  'wikitext103': Recipe('hf:Salesforce/wikitext/wikitext-103-raw-v1', 'test',
+                        detokenize='wikitext', clean=_wikitext_line),
+  'ptb': Recipe('hf:ptb-text-only/ptb_text_only', 'test', field='sentence', detokenize='ptb',
+                clean=str.strip, revision=_CONVERTED),
+  'lm1b': Recipe('hf:billion-word-benchmark/lm1b', 'test', detokenize='lm1b', clean=str.strip,
+                 revision=_CONVERTED),
+  # GPT-2's own lambada_test.jsonl, under its own name on the hub.
+  'lambada': Recipe('hf:EleutherAI/lambada_openai', 'test', detokenize='lambada'),
+}
 
 
 def read_documents(spec: str) -> Iterator[str]:
-  """Checks the corpus, then returns a generator of its documents.
+  """Checks the corpus (and downloads it, where it is one to download), then reads it.
 
   Args:
-    spec: `embedded:NAME[:SPLIT]` or `files:GLOB`, see the module's page.
+    spec: see the module's page.
 
   Returns:
-    The documents as str, in the same order each time. A .jsonl document may be empty; blank lines
-    of a .jsonl file are skipped. Every document can be encoded as UTF-8.
+    A generator of the documents as str, in the same order each time. A document may be empty;
+    blank lines of a .jsonl file are skipped. Every document can be encoded as UTF-8.
 
   Raises:
-    UserError: at the call for all that `check_corpus` finds; while reading for a file that is
-      empty or whitespace only, invalid UTF-8, a bad JSON line, a missing "text" or broken gzip.
+    UserError: at the call for all that `check_corpus` finds; while reading, with file and line or
+      record, for a file that is empty or whitespace only, invalid UTF-8, a bad JSON line, a missing
+      field, a truncated or damaged file.
   """
-  paths = check_corpus(spec)
-  return (document for path in paths for document in _read_file(path))
+  source, detokenize = _open(spec, download=True)
+  change = detokenizers.DETOKENIZERS[detokenize]
+  return (change(document) for document in source.read())
 
 
-def check_corpus(spec: str) -> list[pathlib.Path]:
-  """Checks everything that can be known without reading the corpus; returns its sorted files.
+def check_corpus(spec: str) -> None:
+  """Checks everything that can be known without reading or downloading the corpus.
 
   Raises:
-    UserError: for an unknown scheme, name or split, a glob that matches no file, a suffix that is
-      not read, a file that cannot be opened or has zero bytes.
+    UserError: for an unknown scheme, name, split, field or option; a glob that matches no file; a
+      suffix that is not read; a file that cannot be opened or has zero bytes; a package that is
+      missing; a dataset that is not here, if there is no network.
   """
-  scheme, colon, rest = spec.partition(':')
-  if not colon:
-    raise UserError(f'corpus "{spec}" must be embedded:NAME[:SPLIT] or files:GLOB; '
-                    f'did you mean "files:{spec}"?')
-  if scheme not in _SCHEMES:
-    raise UserError(f'corpus "{spec}": unknown scheme "{scheme}"{nearest(scheme, _SCHEMES)}')
-  paths = _embedded_paths(spec, rest) if scheme == 'embedded' else _glob_paths(spec, rest)
-  for path in paths:
-    _check_file(path)
-  return paths
+  _open(spec, download=False)
 
 
 def corpus_fingerprint(spec: str) -> str:
-  """Returns the sha256 (hex) of the bytes of the corpus' files, in order: equal for equal text."""
+  """Returns a sha256 (hex) that is equal for equal text, read in the same way.
+
+  It covers the bytes of the corpus' files, in order, and the options that change the documents
+  (field, document, detokenize), not where the files lie. For a TFDS dataset and a local Hugging
+  Face one the files are those that hold the records, and split and field count too. For a
+  repository of the Hugging Face hub it covers name, configuration, split and field and the
+  fingerprint that `datasets` derives from the repository's commit. The digests of large files are
+  remembered, see `digests`.
+  """
+  source, detokenize = _open(spec, download=True)
+  identity = source.identity + ((f'detokenize={detokenize}',) if detokenize != 'none' else ())
   total = hashlib.sha256()
-  for path in check_corpus(spec):
-    try:
-      with open(path, 'rb') as file:
-        # One digest a file: moving bytes from the end of one to the start of the next must show.
-        total.update(hashlib.file_digest(file, 'sha256').digest())
-    except OSError as error:
-      raise UserError(f'{path}: cannot be read: {error.strerror}') from None
+  for digest in digests.file_digests(source.files):
+    # One digest a file: moving bytes from the end of one to the start of the next must show.
+    total.update(digest)
+  if identity:
+    total.update(json.dumps(identity).encode())
   return total.hexdigest()
+
+
+def _open(spec: str, download: bool) -> tuple[files.Source | None, str]:
+  """Returns the corpus, None if it is to be downloaded, and the name of its detokeniser."""
+  name, options = _split_options(spec)
+  scheme, colon, rest = name.partition(':')
+  if not colon:
+    return _open_recipe(spec, name, options, download)
+  if scheme not in _OPTIONS:
+    raise UserError(f'corpus "{spec}": unknown scheme "{scheme}"{nearest(scheme, _OPTIONS)}')
+  _check_options(spec, options, _OPTIONS[scheme])
+  detokenize = options.pop('detokenize', 'none')
+  if scheme == 'embedded':
+    return files.open_files(_embedded_paths(spec, rest)), detokenize
+  if scheme == 'files':
+    return _open_glob(spec, rest, options), detokenize
+  options = {key: options.get(key, 'text' if key == 'field' else '')
+             for key in _OPTIONS[scheme] if key != 'detokenize'}
+  if not rest:
+    raise UserError(f'corpus "{spec}": names no dataset; such as {scheme}:NAME or '
+                    f'{scheme}:DIRECTORY')
+  open_hub = hubs.open_tfds if scheme == 'tfds' else hubs.open_hf
+  return open_hub(spec, rest, **options, download=download), detokenize
+
+
+def _open_recipe(spec: str, name: str, options: dict[str, str], download: bool,
+                 ) -> tuple[files.Source | None, str]:
+  if name not in RECIPES:
+    names = [*RECIPES, *(f'{scheme}:' for scheme in _OPTIONS)]
+    file_like = any(mark in name for mark in './*')
+    raise UserError(f'corpus "{spec}" must be SCHEME:NAME or a recipe'
+                    + (f'; did you mean "files:{spec}"?' if file_like else nearest(name, names)))
+  recipe = RECIPES[name]
+  scheme = 'files' if 'path' in options else 'hf'
+  _check_options(spec, options, (*_OPTIONS[scheme], 'path'))
+  detokenize = options.pop('detokenize', recipe.detokenize)
+  if scheme == 'files':
+    return _open_glob(spec, options.pop('path'), options, recipe), detokenize
+  options = {'split': recipe.split, 'field': recipe.field, 'revision': recipe.revision, **options}
+  location = recipe.source.removeprefix('hf:')
+  return hubs.open_hf(spec, location, **options, download=download), detokenize
+
+
+def _split_options(spec: str) -> tuple[str, dict[str, str]]:
+  """'NAME#a=b,c=d' -> NAME and the options; a '#' that no 'key=' follows belongs to the name."""
+  found = re.search(r'#(?=\w+=)', spec)
+  if not found:
+    return spec, {}
+  options: dict[str, str] = {}
+  for part in re.split(r',(?=\w+=)', spec[found.end():]):
+    key, _, value = part.partition('=')
+    if key in options or not value:
+      raise UserError(f'corpus "{spec}": option "{key}" must have one value')
+    options[key] = value
+  return spec[:found.start()], options
+
+
+def _check_options(spec: str, options: dict[str, str], valid: tuple[str, ...]) -> None:
+  for key in options:
+    if key not in valid:
+      raise UserError(f'corpus "{spec}": has no option "{key}"{nearest(key, valid)}')
+  if options.get('document', 'file') not in ('file', 'line'):
+    raise UserError(f'corpus "{spec}": document={options["document"]} must be file or line')
+  try:
+    detokenizers.check_detokenizer(options.get('detokenize', 'none'))
+  except UserError as error:
+    raise UserError(f'corpus "{spec}": {error}') from None
 
 
 def _embedded_paths(spec: str, rest: str) -> list[pathlib.Path]:
@@ -86,14 +216,28 @@ def _embedded_paths(spec: str, rest: str) -> list[pathlib.Path]:
   if name not in splits:
     raise UserError(f'corpus "{spec}": unknown embedded text "{name}"{nearest(name, splits)}')
   if not colon and len(splits[name]) > 1:
-    raise UserError(f'corpus "{spec}": name a split of "{name}"; '
-                    f'valid: {", ".join(f"{spec}:{s}" for s in splits[name])}')
+    raise UserError(f'corpus "{spec}": name a split of "{name}"; valid: '
+                    f'{", ".join(f"embedded:{name}:{s}" for s in splits[name])}')
   if not colon:
     return list(splits[name].values())
   if split not in splits[name]:
     raise UserError(f'corpus "{spec}": "{name}" has no split "{split}"; '
                     f'valid: {", ".join(splits[name])}')
   return [splits[name][split]]
+
+
+def _open_glob(spec: str, pattern: str, options: dict[str, str], recipe: Recipe | None = None,
+               ) -> files.Source:
+  paths = _glob_paths(spec, pattern)
+  text = [files.is_text(path) for path in paths]
+  if all(text) and 'field' in options:
+    raise UserError(f'corpus "{spec}": field={options["field"]} is of .jsonl and .parquet, and all '
+                    'files are .txt; leave it out')
+  if not any(text) and options.get('document') == 'line':
+    raise UserError(f'corpus "{spec}": document=line is of .txt, and no file is; leave it out')
+  document = recipe.document if recipe and any(text) else 'file'
+  return files.open_files(paths, options.get('field', 'text'), options.get('document', document),
+                          recipe.clean if recipe else str)
 
 
 def _glob_paths(spec: str, pattern: str) -> list[pathlib.Path]:
@@ -106,71 +250,3 @@ def _glob_paths(spec: str, pattern: str) -> list[pathlib.Path]:
     raise UserError(f'corpus "{spec}": no file matches "{pattern}"{inside}; '
                     f'looked from {os.getcwd()}')
   return paths
-
-
-def _check_file(path: pathlib.Path) -> None:
-  if not path.name.endswith(_SUFFIXES):
-    raise UserError(f'{path}: the suffix must be one of {", ".join(_SUFFIXES)}')
-  try:
-    with open(path, 'rb') as file:
-      empty = not file.read(1)
-  except OSError as error:
-    raise UserError(f'{path}: cannot be read: {error.strerror}') from None
-  if empty:
-    raise UserError(f'{path}: the file is empty; a corpus file must hold text')
-
-
-def _read_file(path: pathlib.Path) -> Iterator[str]:
-  """Yields the documents of one file; what the file system or gzip raises becomes a UserError."""
-  opener = gzip.open if path.suffix == '.gz' else open
-  is_text = path.name.endswith(('.txt', '.txt.gz'))
-  read = _read_text if is_text else _read_jsonl
-  blank = True
-  try:
-    with opener(path, 'rb') as file:
-      for document in read(path, file):
-        blank = blank and not document.strip()
-        # A blank .txt is reported below instead of passed on.
-        if not (is_text and blank):
-          yield document
-  except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-    raise UserError(f'{path}: not a complete gzip file: {error}') from None
-  except OSError as error:
-    raise UserError(f'{path}: cannot be read: {error.strerror or error}') from None
-  if blank:
-    raise UserError(f'{path}: the file is empty or whitespace only; a corpus file must hold text')
-
-
-def _read_text(path: pathlib.Path, file: BinaryIO) -> Iterator[str]:
-  yield _decode(file.read(), 0, str(path))
-
-
-def _read_jsonl(path: pathlib.Path, file: BinaryIO) -> Iterator[str]:
-  offset = 0
-  for number, line in enumerate(file, start=1):
-    where = f'{path}, line {number}'
-    text = _decode(line, offset, where)
-    offset += len(line)
-    if not text.strip():
-      continue
-    try:
-      record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-      raise UserError(f'{where}: not valid JSON: {error}') from None
-    if not isinstance(record, dict) or not isinstance(record.get('text'), str):
-      raise UserError(f'{where}: must be a JSON object with the text in a string field "text"')
-    try:
-      # JSON can spell half a surrogate pair as \ud800, which no UTF-8 text can hold.
-      record['text'].encode('utf-8')
-    except UnicodeEncodeError as error:
-      raise UserError(f'{where}: "text" has a lone surrogate at character {error.start}') from None
-    yield record['text']
-
-
-def _decode(data: bytes, offset: int, where: str) -> str:
-  """Decodes bytes that start at `offset` of the (unpacked) file."""
-  try:
-    return data.decode('utf-8')
-  except UnicodeDecodeError as error:
-    raise UserError(f'{where}: invalid UTF-8 at byte {offset + error.start}: {error.reason}; '
-                    'convert the file to UTF-8') from None

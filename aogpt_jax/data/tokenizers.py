@@ -1,9 +1,10 @@
-"""A byte-complete SentencePiece BPE tokenizer: `decode(encode(text)) == text` for any text.
+"""Tokenizers by name, and a byte-complete SentencePiece BPE.
 
-(And `IdsTokenizer`, whose text is the ids themselves, for models without a tokenizer.)
+`decode(encode(text)) == text` for any text, here and in `byte_pair` (GPT-2's BPE, bytes); the text
+of `IdsTokenizer`, for models without a tokenizer, is the ids themselves.
 
-Ids: 0 is sentencepiece's unknown piece (never produced: every character has its bytes to fall back
-on), 1 is end-of-text (sentencepiece's eos control piece), 2 is the newline, 3..258 are the 256 byte
+Ids of sentencepiece: 0 is its unknown piece (never produced: every character has its bytes to fall
+back on), 1 is end-of-text (its eos control piece), 2 is the newline, 3..258 are the 256 byte
 pieces, the rest are learned pieces, the merges in the order they were learned and then single
 characters.
 
@@ -13,7 +14,6 @@ start of a piece or a run of spaces. Tabs, NUL and the characters sentencepiece 
 itself (U+2581, U+2585) are always spelled in bytes.
 """
 
-import codecs
 import hashlib
 import io
 import os
@@ -23,7 +23,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from aogpt_jax.errors import UserError
+from aogpt_jax.data import byte_pair
+from aogpt_jax.data.byte_pieces import BytePieces, check_encodable, check_ids
+from aogpt_jax.errors import UserError, nearest
 
 _SPACE = '\u2581'  # sentencepiece's escape for a space
 # Sentencepiece skips sentences with NUL or U+2585 and takes U+2581 and tab for its own marks:
@@ -36,17 +38,11 @@ _MAX_VOCAB_SIZE = 2**20  # far above any in use; sentencepiece takes minutes to 
 _ROUND_TRIP_PROBE = '  A \n\n\t\0 caf\u00e9\u2581 \ufb01 </s>\r\n '
 
 
-class SentencePieceTokenizer:
-  """Text to ids and back, from the bytes of a sentencepiece model.
+class SentencePieceTokenizer(BytePieces):
+  """Text to ids and back, from the bytes of a sentencepiece model, which are what is saved.
 
-  Attributes:
-    vocab_size: number of ids.
-    end_of_text_id: the id that ends a document; `encode` never produces it.
-    fingerprint: sha256 (hex) of the model's bytes.
-    spaced: whether a space must part the texts of neighbouring tokens; see IdsTokenizer.
+  Attributes: as of BytePieces.
   """
-
-  spaced = False
 
   def __init__(self, model: bytes, name: str = 'tokenizer model'):
     """Loads a model.
@@ -63,11 +59,9 @@ class SentencePieceTokenizer:
       self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError:
       raise UserError(f'{name}: not a sentencepiece model (damaged or another format)') from None
-    self._model = model
-    self.vocab_size: int = self._processor.vocab_size()
-    self.end_of_text_id: int = self._processor.eos_id() if self.vocab_size else -1
-    self.fingerprint: str = hashlib.sha256(model).hexdigest()
-    self._bytes = [_piece_bytes(self._processor, i) for i in range(self.vocab_size)]
+    size = self._processor.vocab_size()
+    super().__init__([_piece_bytes(self._processor, i) for i in range(size)],
+                     self._processor.eos_id() if size else -1, model)
     self._space_ids = [self._processor.piece_to_id(f'<0x{b:02X}>') for b in _SPACE.encode()]
     if self.end_of_text_id < 0 or not all(map(self._processor.is_byte, self._space_ids)):
       raise UserError(f'{name}: the sentencepiece model must have an eos piece and byte fallback; '
@@ -84,45 +78,12 @@ class SentencePieceTokenizer:
     Raises:
       UserError: if the text has a lone surrogate, which UTF-8 cannot hold.
     """
-    _check_encodable(text)
+    check_encodable(text)
     first, *others = map(self._processor.encode, text.split(_SPACE))
     for ids in others:
       # Sentencepiece would give U+2581 back as a space, so it is spelled in bytes.
       first += self._space_ids + ids
     return np.asarray(first, dtype=np.int32)
-
-  def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-    """Returns the text of integer ids (n,).
-
-    End-of-text is nothing, the unknown piece is U+FFFD, and so is each run of byte pieces that is
-    no valid UTF-8 (a model can generate those).
-
-    Raises:
-      UserError: if ids are not integers, not (n,) or not in [0, vocab_size).
-    """
-    ids = _check_ids(ids, self.vocab_size)
-    return b''.join([self._bytes[i] for i in ids.tolist()]).decode('utf-8', errors='replace')
-
-  def pieces(self, ids: Sequence[int] | np.ndarray) -> list[str]:
-    """The text of each of the ids (n,); joined, they are `decode(ids)`.
-
-    A character of several byte tokens belongs to the last of them; the others are empty.
-    """
-    decoder = codecs.getincrementaldecoder('utf-8')('replace')
-    ids = _check_ids(ids, self.vocab_size).tolist()
-    return [decoder.decode(self._bytes[i], final=at == len(ids) - 1) for at, i in enumerate(ids)]
-
-  def save(self, path: str | os.PathLike[str]) -> None:
-    """Writes the model's bytes; a reader sees the old file or the new one, never a part."""
-    path = pathlib.Path(path)
-    unfinished = path.with_name(f'{path.name}.tmp-{os.getpid()}')
-    try:
-      path.parent.mkdir(parents=True, exist_ok=True)
-      unfinished.write_bytes(self._model)
-      os.replace(unfinished, path)
-    except OSError as error:
-      unfinished.unlink(missing_ok=True)
-      raise UserError(f'{path}: cannot be written: {error.strerror}') from None
 
 
 class IdsTokenizer:
@@ -156,29 +117,59 @@ class IdsTokenizer:
     return np.array([int(word) for word in words], np.int32)
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-    """Returns the text of integer ids (n,); UserError as SentencePieceTokenizer.decode."""
-    return ' '.join(map(str, _check_ids(ids, self.vocab_size).tolist()))
+    """Returns the text of integer ids (n,); UserError as BytePieces.decode."""
+    return ' '.join(map(str, check_ids(ids, self.vocab_size).tolist()))
 
   def pieces(self, ids: Sequence[int] | np.ndarray) -> list[str]:
     """The text of each of the ids (n,); joined, they are `decode(ids)`."""
-    ids = _check_ids(ids, self.vocab_size).tolist()
+    ids = check_ids(ids, self.vocab_size).tolist()
     return [' ' * (at > 0) + str(i) for at, i in enumerate(ids)]
 
 
-Tokenizer = SentencePieceTokenizer | IdsTokenizer
+ByteTokenizer = (
+    SentencePieceTokenizer | byte_pair.BytePairTokenizer | byte_pair.BytesTokenizer)
+Tokenizer = ByteTokenizer | IdsTokenizer
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> SentencePieceTokenizer:
-  """Reads a model that `SentencePieceTokenizer.save` wrote.
+def make_tokenizer(name: str) -> ByteTokenizer:
+  """The tokenizer that a config's data.tokenizer names, where it need not be trained.
+
+  Args:
+    name: `gpt2` (from tiktoken's cache, else downloaded), `gpt2:DIRECTORY` (vocab.bpe and
+      encoder.json), `bytes`, or the path of a saved tokenizer, such as another run's
+      tokenizer.model.
 
   Raises:
-    UserError: if the file is missing, unreadable, damaged, or not a model of this kind.
+    UserError: for another name, or what is wrong with the files.
+  """
+  kind, colon, rest = name.partition(':')
+  if kind == 'gpt2' and colon:
+    return byte_pair.read_gpt2(rest)
+  if name in ('gpt2', 'bytes'):
+    return byte_pair.load_gpt2() if name == 'gpt2' else byte_pair.BytesTokenizer()
+  path = pathlib.Path(name).expanduser()
+  if not path.is_file():
+    names = ('sentencepiece', 'gpt2', 'gpt2:DIRECTORY', 'bytes')
+    why = ('is of converted checkpoints, whose texts are ids; choose another' if name == 'ids' else
+           f'is no file, nor one of {", ".join(names)}')
+    hint = nearest(name, names)
+    raise UserError(f'data.tokenizer={name!r}: {why}' + hint * ('did you mean' in hint))
+  return load_tokenizer(path)
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> ByteTokenizer:
+  """Reads a tokenizer that `save` wrote, of any kind.
+
+  Raises:
+    UserError: if the file is missing, unreadable, damaged, or not a tokenizer.
   """
   try:
-    model = pathlib.Path(path).read_bytes()
+    data = pathlib.Path(path).read_bytes()
   except OSError as error:
     raise UserError(f'{path}: cannot read the tokenizer model: {error.strerror}') from None
-  return SentencePieceTokenizer(model, name=str(path))
+  if data.startswith(byte_pair.SAVED_START):
+    return byte_pair.parse_saved(data, str(path))
+  return SentencePieceTokenizer(data, name=str(path))
 
 
 def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePieceTokenizer:
@@ -230,7 +221,7 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> SentencePi
 def _training_sentences(documents: Iterable[str]) -> Iterator[str]:
   """Cuts documents into sentences that sentencepiece takes whole."""
   for text in documents:
-    _check_encodable(text)
+    check_encodable(text)
     for sentence in _SENTENCE.findall(text):
       # A carriage return at the very end of a sentence is stripped by sentencepiece: a space,
       # which starts a word of its own, keeps it.
@@ -269,22 +260,3 @@ def _piece_bytes(processor, piece_id: int) -> bytes:
   if processor.is_byte(piece_id):
     return bytes([int(piece[3:5], 16)])  # '<0x41>'
   return piece.replace(_SPACE, ' ').encode()
-
-
-def _check_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-  ids = np.asarray(ids)
-  if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-    raise UserError(f'ids must be integers of shape (n,), got {ids.dtype} {ids.shape}')
-  outside = ids[(ids < 0) | (ids >= vocab_size)]
-  if outside.size:
-    raise UserError(f'id {outside[0]} is outside the vocabulary; '
-                    f'valid: 0 to {vocab_size - 1}')
-  return ids
-
-
-def _check_encodable(text: str) -> None:
-  try:
-    text.encode('utf-8')
-  except UnicodeEncodeError as error:
-    raise UserError(f'the text has a lone surrogate {text[error.start]!a} at character '
-                    f'{error.start}; a text must be valid Unicode') from None

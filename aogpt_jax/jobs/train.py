@@ -81,7 +81,7 @@ def _only_run(workdir: pathlib.Path) -> Iterator[None]:
     yield
 
 
-def _start_run(config: Config, tokenizer: tokenizers.SentencePieceTokenizer,
+def _start_run(config: Config, tokenizer: tokenizers.ByteTokenizer,
                workdir: pathlib.Path) -> None:
   """Writes config.json, which makes the directory a run, and then its tokenizer."""
   unfinished = workdir / 'config.json.tmp'
@@ -111,11 +111,13 @@ def _check_before_work(config: Config) -> jax.sharding.Mesh:
   return mesh
 
 
-def _tokenizer(config: Config, workdir: pathlib.Path) -> tokenizers.SentencePieceTokenizer:
-  """The run's tokenizer: from its directory, from the file the config names, or trained."""
+def _tokenizer(config: Config, workdir: pathlib.Path) -> tokenizers.ByteTokenizer:
+  """The run's tokenizer: from its directory, the one the config names, or trained."""
   path = workdir / 'tokenizer.model'
-  if config.data.tokenizer != 'sentencepiece':
-    tokenizer = tokenizers.load_tokenizer(config.data.tokenizer)
+  # Where the name always means the same, a run that has its copy needs no cache and no network.
+  own = path.exists() and config.data.tokenizer in ('gpt2', 'bytes')
+  if config.data.tokenizer != 'sentencepiece' and not own:
+    tokenizer = tokenizers.make_tokenizer(config.data.tokenizer)
     if path.exists() and tokenizers.load_tokenizer(path).fingerprint != tokenizer.fingerprint:
       raise UserError(f'data.tokenizer={config.data.tokenizer!r}: differs from {path}, with which '
                       'this run was started')

@@ -142,9 +142,9 @@ def test_the_fingerprint_follows_the_bytes_and_the_file_boundaries(tmp_path):
 
 def test_importing_the_package_is_light():
   code = ('import sys, aogpt_jax.data, aogpt_jax.data.corpora, aogpt_jax.data.tokenizers, '
-          'aogpt_jax.data.packing, aogpt_jax.data.loader\n'
+          'aogpt_jax.data.packing, aogpt_jax.data.loader, aogpt_jax.data.hubs\n'
           'heavy = {"tensorflow", "torch", "jax", "grain", "tensorflow_datasets", '
-          '"sentencepiece"}\n'
+          '"sentencepiece", "tiktoken", "datasets", "pyarrow", "zstandard", "urllib.request"}\n'
           'print(sorted(heavy & set(sys.modules)))')
   result = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
   assert result.stdout.strip() == '[]'
@@ -152,10 +152,12 @@ def test_importing_the_package_is_light():
 
 def test_the_lazy_names_are_the_functions_themselves():
   import aogpt_jax.data
-  from aogpt_jax.data import loader, packing, tokenizers
-  assert aogpt_jax.data.read_documents is corpora.read_documents
-  for module, names in {tokenizers: ['SentencePieceTokenizer', 'train_sentencepiece',
-                                     'load_tokenizer'],
+  from aogpt_jax.data import detokenizers, loader, packing, tokenizers
+  for module, names in {corpora: ['read_documents', 'check_corpus', 'corpus_fingerprint',
+                                  'RECIPES'],
+                        detokenizers: ['detokenize'],
+                        tokenizers: ['SentencePieceTokenizer', 'train_sentencepiece',
+                                     'load_tokenizer', 'make_tokenizer'],
                         packing: ['pack', 'prepare', 'open_blocks'],
                         loader: ['train_batches', 'eval_batches']}.items():
     for name in names:
