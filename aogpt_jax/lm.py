@@ -191,20 +191,33 @@ class LanguageModel:
           'its first token on')
 
 
-def load(path: str | pathlib.Path, ema: bool = True) -> LanguageModel:
+def load(path: str | pathlib.Path, ema: bool = True, tokenizer: str = '') -> LanguageModel:
   """Loads a run, or a PyTorch checkpoint of the reference, for a notebook or a job.
 
   Args:
     path: a run directory (its newest checkpoint), or one step of it: RUN/checkpoints/00001000; or
       a reference file x.pt, which has no tokenizer: its texts are ids, '3 17 4'.
     ema: the averaged weights, which the paper evaluates, or the raw ones.
+    tokenizer: of a model that came without one, as in the config's data.tokenizer: 'gpt2', …
 
   Raises:
-    UserError: if there is no finished checkpoint there, or a file is damaged.
+    UserError: if there is no finished checkpoint there, a file is damaged, or the tokenizer is not
+      needed, cannot be had or has more ids than the model.
   """
   path = pathlib.Path(path).expanduser()
   if path.suffix == '.pt' and not path.is_dir():
-    return _load_reference(path, ema)
+    lm = _load_reference(path, ema)
+  else:
+    lm = _load_run(path, ema)
+  if not tokenizer:
+    return lm
+  if not isinstance(lm.tokenizer, tokenizers.IdsTokenizer):
+    raise UserError(f'tokenizer={tokenizer!r}: {path} has its own; leave it out')
+  return dataclasses.replace(
+      lm, tokenizer=tokenizers.make_for_vocabulary(tokenizer, lm.config.model.vocab_size))
+
+
+def _load_run(path: pathlib.Path, ema: bool) -> LanguageModel:
   run, step = path, None
   if path.parent.name == 'checkpoints' and path.name.isdigit():
     run, step = path.parent.parent, int(path.name)

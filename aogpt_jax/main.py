@@ -34,6 +34,8 @@ _SOURCE = flags.DEFINE_string('source', None, 'convert, evaluate, score: a .pt f
 _DESTINATION = flags.DEFINE_string('destination', None, 'convert: a new run, or a .pt file.')
 _CONTEXT_LENGTH = flags.DEFINE_integer('context_length', None, 'convert, from .pt: keep the '
                                        'positions below it alone.')
+_TOKENIZER = flags.DEFINE_string('tokenizer', None, 'convert, evaluate, score: the tokenizer of a '
+                                 '.pt file, such as gpt2; see data.tokenizer.')
 _OUTPUT = flags.DEFINE_string('output', None, 'sample, infill, score: file of JSON lines; - for '
                               'stdout. evaluate: directory of the results.')
 _HTML = flags.DEFINE_string('html', None, 'sample, infill: a page that plays the generation.')
@@ -52,12 +54,13 @@ _SUITE = flags.DEFINE_enum('suite', 'samplers', ('samplers', 'encoder'), 'bench:
 # The flags that belong to some modes alone.
 MODE_FLAGS = {
     'train': ('config', 'workdir', 'overwrite'),
-    'evaluate': ('config', 'workdir', 'source', 'corpus', 'order', 'judge', 'output'),
-    'score': ('config', 'workdir', 'source', 'text', 'input', 'order', 'output'),
+    'evaluate': ('config', 'workdir', 'source', 'tokenizer', 'corpus', 'order', 'judge',
+                 'output'),
+    'score': ('config', 'workdir', 'source', 'tokenizer', 'text', 'input', 'order', 'output'),
     'sample': ('config', 'workdir', 'output', 'html', 'sampler'),
     'infill': ('config', 'workdir', 'output', 'html', 'sampler', 'text', 'input'),
     'bench': ('config', 'workdir', 'suite'),
-    'convert': ('source', 'destination', 'context_length', 'overwrite')}
+    'convert': ('source', 'destination', 'context_length', 'tokenizer', 'overwrite')}
 
 
 def _config_values() -> dict[str, Any]:
@@ -75,13 +78,14 @@ def _path(text: str) -> pathlib.Path:
 def _run() -> None:
   mode = _MODE.value
   allowed = MODE_FLAGS[mode]
-  needed = allowed[:1] if _SUITE.value == 'encoder' else allowed[:2]
+  alone = _SUITE.value == 'encoder' or (mode == 'score' and _SOURCE.value)
+  needed = allowed[:1] if alone else allowed[:2]
   flag_parsing.check_given(mode, needed, {f for fs in MODE_FLAGS.values() for f in fs} -
                            set(allowed))
   if mode == 'convert':
     job = importlib.import_module('aogpt_jax.jobs.convert')
     return job.run(_path(_SOURCE.value), _path(_DESTINATION.value), _CONTEXT_LENGTH.value,
-                   _OVERWRITE.value)
+                   _OVERWRITE.value, _TOKENIZER.value or '')
   values = _config_values()
   if _SAMPLER.value is not None:
     values['sample'] = dict(values['sample']) | {'sampler': _SAMPLER.value}
@@ -96,14 +100,15 @@ def _run() -> None:
   orders = _ORDER.value or []
   if mode == 'evaluate':
     output = _path(_OUTPUT.value) if _OUTPUT.value else workdir / 'evaluation'
-    return job.run(config, workdir, source, _CORPUS.value, orders, _JUDGE.value or '', output)
+    return job.run(config, workdir, source, _CORPUS.value, orders, _JUDGE.value or '', output,
+                   _TOKENIZER.value or '')
   from aogpt_jax.jobs import outputs
   destination = outputs.Destination(_OUTPUT.value or '', _HTML.value or '')
   destination.check(_INPUT.value)
   if mode == 'score':
     config_lib.check(len(orders) <= 1, '--order', orders, 'only one is used by --mode=score')
     return job.run(config, source, destination.output, _TEXT.value, _INPUT.value,
-                   *(orders or ['left_to_right']))
+                   *(orders or ['left_to_right']), _TOKENIZER.value or '')
   if mode == 'infill':
     return job.run(config, workdir, destination, _TEXT.value, _INPUT.value)
   return job.run(config, workdir, destination)

@@ -157,6 +157,15 @@ def make_tokenizer(name: str) -> ByteTokenizer:
   return load_tokenizer(path)
 
 
+def make_for_vocabulary(name: str, vocab_size: int) -> ByteTokenizer:
+  """`make_tokenizer` for a model of `vocab_size` ids; UserError also if it knows too few."""
+  tokenizer = make_tokenizer(name)
+  if tokenizer.vocab_size > vocab_size:
+    raise UserError(f'tokenizer={name!r}: has {tokenizer.vocab_size} ids, but the model knows '
+                    f'{vocab_size} only; name the one that it was trained with')
+  return tokenizer
+
+
 def load_tokenizer(path: str | os.PathLike[str]) -> ByteTokenizer:
   """Reads a tokenizer that `save` wrote, of any kind.
 

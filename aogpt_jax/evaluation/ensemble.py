@@ -92,21 +92,24 @@ def _padded_length(at: np.ndarray, n: int) -> np.ndarray:
   return np.minimum((at // step + 1) * step, n)
 
 
-def _calls(at: np.ndarray, n: int, batch_size: int) -> Iterator[tuple[np.ndarray, int, int]]:
-  """Cuts entries into calls of equal cost: (indices into `at`, rows of the call, items a row)."""
+def _calls(at: np.ndarray, n: int, batch_size: int, multiple: int = 1,
+           ) -> Iterator[tuple[np.ndarray, int, int]]:
+  """Cuts entries into calls of about equal cost: (indices into `at`, rows, items a row).
+
+  All calls of one length have one number of rows, a multiple of `multiple`.
+  """
   lengths = _padded_length(at, n)
   for length in np.unique(lengths).tolist():
     chosen = np.flatnonzero(lengths == length)
-    # Whole multiples of batch_size, which the mesh divides; few rows for few entries.
-    multiple = min(n // length, -(-len(chosen) // batch_size))
-    rows = batch_size * multiple
+    calls = -(-len(chosen) // (batch_size * (n // length)))
+    rows = -(-len(chosen) // (calls * multiple)) * multiple
     for start in range(0, len(chosen), rows):
       yield chosen[start:start + rows], rows, length
 
 
 def score_entries(step_nll: StepNLL, params: Any, tokens: np.ndarray,
                   contexts: Callable[[np.ndarray, np.ndarray], Any], block: np.ndarray,
-                  at: np.ndarray, batch_size: int) -> tuple[np.ndarray, int]:
+                  at: np.ndarray, batch_size: int, multiple: int = 1) -> tuple[np.ndarray, int]:
   """NLL of single steps, each from its prefix alone.
 
   Args:
@@ -114,13 +117,14 @@ def score_entries(step_nll: StepNLL, params: Any, tokens: np.ndarray,
     tokens: (blocks, n) int32.
     contexts: (block (R,), at (R,)) -> orders (R, n).
     block, at: (E,) int32: entry e is step at[e] of tokens[block[e]].
-    batch_size: whole blocks' worth of items in one call.
+    batch_size: whole blocks' worth of items in one call, at most.
+    multiple: the rows of a call are a multiple of it.
 
   Returns:
     (E,) float64 nats, and how many items were computed, padding included.
   """
   nll, items = np.zeros(len(at)), 0
-  for chosen, rows, length in _calls(at, tokens.shape[1], batch_size):
+  for chosen, rows, length in _calls(at, tokens.shape[1], batch_size, multiple):
     filled = np.resize(chosen, rows)  # repeats entries where they run out
     found = step_nll(params, tokens[block[filled]], contexts(block[filled], at[filled]),
                      at[filled], length)
@@ -304,7 +308,7 @@ def evaluate_ensemble(block_nll: Callable[..., jax.Array], step_nll: StepNLL, pa
   # Contexts of 0 and 1 token have one order.
   several = flat[1] >= 2
   block, at = (x[several] for x in flat)
-  key = keys.stream_key(0, 'eval', 0)
+  key, devices = keys.stream_key(0, 'eval', 0), mesh.shape['data'] * mesh.shape['fsdp']
   items = {1: -(-count // batch_size) * batch_size * n}
 
   def members():
@@ -315,7 +319,7 @@ def evaluate_ensemble(block_nll: Callable[..., jax.Array], step_nll: StepNLL, pa
       nll = base.copy()
       contexts = lambda b, t, m=m: member_orders(key, orders[b], b, t, m)
       nll[several], computed = score_entries(step_nll, params, tokens, contexts, block, at,
-                                             batch_size)
+                                             batch_size, devices)
       items[m + 1] = items[m] + computed
       yield nll
 

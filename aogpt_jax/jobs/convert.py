@@ -1,5 +1,6 @@
 """--mode=convert: a PyTorch checkpoint of the reference to a run directory, and back."""
 
+import dataclasses
 import logging
 import os
 import pathlib
@@ -18,13 +19,14 @@ log = logging.getLogger(__name__)
 
 
 def run(source: pathlib.Path, destination: pathlib.Path, context_length: int | None = None,
-        overwrite: bool = False) -> None:
+        overwrite: bool = False, tokenizer: str = '') -> None:
   """Converts x.pt to a run directory, or a run (or RUN/checkpoints/STEP) to x.pt.
 
   Args:
     source, destination: one of them ends in .pt.
     context_length: x.pt to run: keeps the positions below it; None: all.
     overwrite: replaces an existing destination file; a directory is never deleted.
+    tokenizer: x.pt to run: its name, as in the config's data.tokenizer; '': texts are ids.
 
   Raises:
     UserError: if it is not clear which way to convert, if the destination exists, and all that
@@ -40,11 +42,12 @@ def run(source: pathlib.Path, destination: pathlib.Path, context_length: int | N
   if to_file:
     check(context_length is None, '--context_length', context_length,
           'only a .pt file can be cropped while it is converted')
+    check(not tokenizer, '--tokenizer', tokenizer, 'a .pt file has no place for it; leave it out')
     _check_file(destination, overwrite)
     _to_file(source, destination)
   else:
     _check_directory(destination)
-    _to_run(source, destination, context_length)
+    _to_run(source, destination, context_length, tokenizer)
 
 
 def _check_file(path: pathlib.Path, overwrite: bool) -> None:
@@ -60,34 +63,42 @@ def _check_directory(path: pathlib.Path) -> None:
                     'one, or delete it by hand')
 
 
-def _to_run(source: pathlib.Path, destination: pathlib.Path, context_length: int | None) -> None:
+def _to_run(source: pathlib.Path, destination: pathlib.Path, context_length: int | None,
+            name: str) -> None:
   """Makes the run in a directory beside the destination and renames it: all of it or nothing."""
   reference = interop.read_reference(source, context_length)
+  config, size = reference.config, reference.config.model.vocab_size
+  tokenizer = tokenizers.IdsTokenizer(size)
+  if name:
+    tokenizer = tokenizers.make_for_vocabulary(name, size)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
   if reference.ema is None:
     log.info('%s has no averaged weights: the raw ones stand for them', source)
   unfinished = destination.with_name(f'{destination.name}.tmp-{os.getpid()}')
   try:
     unfinished.mkdir(parents=True)
-    _write_checkpoint(reference, unfinished / 'checkpoints')
-    (unfinished / 'config.json').write_text(config_lib.to_json(reference.config))
+    _write_checkpoint(reference, unfinished / 'checkpoints', tokenizer.fingerprint)
+    (unfinished / 'config.json').write_text(config_lib.to_json(config))
+    if name:
+      tokenizer.save(unfinished / 'tokenizer.model')
     os.replace(unfinished, destination)
   except OSError as error:
     raise UserError(f'--destination={destination}: cannot be written: {error.strerror}') from None
   finally:
     shutil.rmtree(unfinished, ignore_errors=True)
-  log.info('%s: step %d with a new optimiser state; its texts are ids, "3 17 4"', destination,
-           reference.step)
+  texts = f'tokenizer {name}' if name else 'its texts are ids, "3 17 4"'
+  log.info('%s: step %d with a new optimiser state; %s', destination, reference.step, texts)
 
 
-def _write_checkpoint(reference: interop.Reference, directory: pathlib.Path) -> None:
+def _write_checkpoint(reference: interop.Reference, directory: pathlib.Path, fingerprint: str,
+                      ) -> None:
   model = reference.config.model
   params = interop.params_from_reference(model, reference.raw)
   ema = (params if reference.ema is None
          else interop.params_from_reference(model, reference.ema))
   opt_state = jax.jit(step_lib.make_recipe(reference.config).optimizer.init)(params)
-  tokenizer = tokenizers.IdsTokenizer(model.vocab_size)
   writer = checkpoints.CheckpointWriter(
-      directory, keep=1, data_state={'tokenizer_fingerprint': tokenizer.fingerprint})
+      directory, keep=1, data_state={'tokenizer_fingerprint': fingerprint})
   writer.save(step_lib.TrainState(jnp.int32(reference.step), params, ema, opt_state))
   writer.wait()
 

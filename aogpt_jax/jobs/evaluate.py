@@ -117,7 +117,7 @@ def _check(config: Config, lm: lm_lib.LanguageModel, corpora_: list[str]) -> Non
                    'a block')
   if not hasattr(lm.tokenizer, 'end_of_text_id'):
     raise UserError('this model came without a tokenizer, so a corpus cannot be read: name the one '
-                    'that it was trained with, such as --config.data.tokenizer=gpt2')
+                    'that it was trained with, such as --tokenizer=gpt2')
   for corpus in corpora_:
     corpora.check_corpus(corpus)
 
@@ -170,23 +170,24 @@ def _quality_page(config: Config, lm: lm_lib.LanguageModel, judge_spec: str, out
 
 def run(config: Config, workdir: pathlib.Path, source: pathlib.Path | None = None,
         corpora_: list[str] | None = None, orders: list[str] | None = None, judge: str = '',
-        output: pathlib.Path | None = None) -> None:
+        output: pathlib.Path | None = None, tokenizer: str = '') -> None:
   """Prints the tables of a model, and writes them as Markdown, JSON and CSV, with plots as PNG.
 
   Args:
-    config: eval, sample, mesh, data.directory and data.tokenizer are used.
+    config: eval, sample, mesh and data.directory are used.
     workdir: where blocks and results are written.
     source: the model: a run directory, one step of it, or a reference file x.pt; None: workdir.
     corpora_: specs; None: config.data.validation.
     orders: names of orders; None: those that the model knows.
     judge: of generated texts, instead of perplexities; see `generation.make_judge`.
     output: directory of the results; None: WORKDIR/evaluation.
+    tokenizer: of a source that has none, see `lm.load`.
 
   Raises:
     UserError: for a model, corpus, order or judge that there is not or that does not fit.
   """
   source, output = source or workdir, output or workdir / 'evaluation'
-  lm = lm_lib.load(source, config.eval.ema)
+  lm = lm_lib.load(source, config.eval.ema, tokenizer)
   about = {'source': str(source), 'step': lm.step, 'ema': config.eval.ema,
            'tokenizer_fingerprint': lm.tokenizer.fingerprint}
   weights = 'EMA' if config.eval.ema else 'raw'

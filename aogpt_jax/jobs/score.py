@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config, source: pathlib.Path, output: str, text: str | None, path: str | None,
-        order: str) -> None:
+        order: str, tokenizer: str = '') -> None:
   """Scores every text; writes one JSON line each, or a sentence for --text.
 
   Args:
@@ -22,6 +22,7 @@ def run(config: Config, source: pathlib.Path, output: str, text: str | None, pat
     output: file of JSON lines, '-' for stdout; '' is a sentence for one --text, else stdout.
     text, path: --text or --input; a line is a text, or {"text": …, "spans": …, "given": …}.
     order: of the tokens of a text or span.
+    tokenizer: of a source that has none, see `lm.load`.
 
   Raises:
     UserError: for a bad input, a text that does not fit the model, or an unknown order.
@@ -34,7 +35,7 @@ def run(config: Config, source: pathlib.Path, output: str, text: str | None, pat
       requests.append(scoring.parse_request(record))
     except UserError as error:
       raise UserError(f'{where}: text {number}: {error}') from None
-  lm = lm_lib.load(source, config.eval.ema)
+  lm = lm_lib.load(source, config.eval.ema, tokenizer)
   log.info('step %d of %s', lm.step, source)
   try:
     scores = lm.score(requests, order, config.seed, config.eval.batch_size)

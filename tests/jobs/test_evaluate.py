@@ -8,11 +8,15 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import aogpt_jax
-from aogpt_jax import config as config_lib, data, evaluation
+from aogpt_jax import config as config_lib, data, evaluation, interop
 from aogpt_jax.errors import UserError
-from aogpt_jax.jobs import evaluate, score
+from aogpt_jax.jobs import convert, evaluate, score
+from aogpt_jax.model import AOGPT, MaskedEncoder
+
+GOLDEN = pathlib.Path(__file__).parents[1] / 'golden' / 'reference_checkpoint.pt'
 
 
 @pytest.fixture(scope='module')
@@ -93,6 +97,56 @@ def test_quality_of_texts_under_a_judge(config, text_run, tmp_path, capsys):
   page = capsys.readouterr().out
   assert '| decoding | 4 | 16 |' in page and 'top-p 0.5, T 0.2' in page
   assert (tmp_path / 'evaluation' / 'generation.png').read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.fixture(scope='module')
+def reference_file(tmp_path_factory):
+  """A checkpoint of the reference for texts in bytes."""
+  model = AOGPT(config_lib.ModelConfig(vocab_size=260, context_length=16, num_layers=1, num_heads=2,
+                                       embed_dim=16), rngs=nnx.Rngs(0))
+  path = tmp_path_factory.mktemp('reference') / 'x.pt'
+  interop.save_reference(model, path, model, step=7)
+  return path
+
+
+def test_a_reference_file_and_the_run_made_of_it(config, reference_file, other_corpus, tmp_path):
+  """--tokenizer names what neither has; converted with it, the run has it."""
+  convert.run(reference_file, tmp_path / 'run', tokenizer='bytes')
+  plain = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_ensembles=0))
+  found = []
+  for source, tokenizer in ((reference_file, 'bytes'), (tmp_path / 'run', '')):
+    evaluate.run(plain, tmp_path, source, [other_corpus], ['left_to_right'], '', tmp_path / 'out',
+                 tokenizer)
+    found.append(json.loads((tmp_path / 'out' / 'perplexity.json').read_text()))
+  assert found[0]['results'] == found[1]['results'] and found[0]['step'] == 7
+  assert found[0]['tokenizer_fingerprint'] == found[1]['tokenizer_fingerprint']
+  assert found[0]['results'][0]['num_tokens'] == 720 // 16 * 16
+  assert aogpt_jax.load(tmp_path / 'run').infill('One <mask:2>!', seed=0)[0].startswith('One ')
+  with pytest.raises(UserError, match='has its own; leave it out'):
+    aogpt_jax.load(tmp_path / 'run', tokenizer='bytes')
+  with pytest.raises(UserError, match='came without a tokenizer.*--tokenizer=gpt2'):
+    evaluate.run(plain, tmp_path, reference_file)
+  with pytest.raises(UserError, match="tokenizer='bytes': has 257 ids, but the model knows 61"):
+    aogpt_jax.load(GOLDEN, tokenizer='bytes')
+
+
+def test_an_encoder(config, text_run, other_corpus, tmp_path):
+  """Its bound, and left to right on some blocks; an ensemble is refused."""
+  encoder_config = dataclasses.replace(
+      config, order=config_lib.OrderConfig('uniform'), model=config_lib.ModelConfig(
+          architecture='encoder', target_injection='none', vocab_size=320, context_length=16,
+          num_layers=1, num_heads=2, embed_dim=16),
+      eval=dataclasses.replace(config.eval, num_ensembles=0, prefix_blocks=3))
+  lm = dataclasses.replace(
+      aogpt_jax.load(text_run), config=encoder_config,
+      model=MaskedEncoder(encoder_config.model, rngs=nnx.Rngs(0)))
+  rows, ensembles = evaluate.perplexities(encoder_config, lm, [other_corpus], [], tmp_path)
+  assert [(row['order'], row['num_blocks'] == 3) for row in rows] == [
+      ('left_to_right', True), ('uniform', False)]
+  assert ensembles == [] and all(5 < row['nats_per_token'] < 7 for row in rows)  # log(320) = 5.8
+  many = dataclasses.replace(encoder_config, eval=config.eval)
+  with pytest.raises(UserError, match='num_ensembles=2: must be 0 for this model'):
+    evaluate._check(many, lm, [])
 
 
 @pytest.mark.parametrize(('changes', 'args', 'message'), [
