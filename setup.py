@@ -27,6 +27,7 @@ setuptools.setup(
         'grain>=0.2.16,<0.3',
         'importlib_resources>=6,<8',  # tensorflow-datasets needs it, and does not declare it
         'jax>=0.10,<0.12',
+        'matplotlib>=3.9,<4',
         'ml_collections>=1.1,<2',
         'numpy>=2,<3',
         'optax>=0.2.6,<0.3',
@@ -41,6 +42,7 @@ setuptools.setup(
                 'pytest-xdist>=3.6,<4', 'ruff>=0.17,<0.18', 'scipy>=1.13,<2',
                 'tokenizers>=0.20,<0.24', GPT2, HF, PARQUET, ZSTD],
         'torch': ['torch>=2.4,<3'],
+        'judge': ['torch>=2.4,<3', 'transformers>=4.50,<6'],
         'cuda': ['jax[cuda12]>=0.10,<0.12'],
         'tpu': ['jax[tpu]>=0.10,<0.12'],
         'gpt2': [GPT2],

@@ -386,10 +386,10 @@ def paper() -> ml_collections.ConfigDict:
   config = default()
   config.model.dtype = 'bfloat16'
   config.model.loss_chunk = 128
-  # OpenWebText as files, with a BPE of GPT-2's size trained on it; the paper uses GPT-2's own.
-  config.data.train = 'files:data/openwebtext/train/*.jsonl'
-  config.data.validation = 'files:data/openwebtext/validation/*.jsonl'
-  config.data.vocab_size = 50257
+  # OpenWebText has one split; 100,000 documents are held out, as is usual.
+  config.data.train = 'openwebtext#split=train[:-100000]'
+  config.data.validation = 'openwebtext#split=train[-100000:]'
+  config.data.tokenizer = 'gpt2'
   config.train.accumulation = 8
   return config
 

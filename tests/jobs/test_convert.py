@@ -186,7 +186,7 @@ def test_an_empty_directory_may_be_the_destination(tmp_path):
 
 
 def test_a_conversion_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
-  def fail(*args):
+  def fail(reference, directory, fingerprint):
     directory.mkdir()
     raise UserError('disk full')
   monkeypatch.setattr(convert, '_write_checkpoint', fail)
