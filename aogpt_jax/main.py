@@ -20,7 +20,7 @@ from ml_collections import config_flags
 from aogpt_jax import config as config_lib, flag_parsing
 from aogpt_jax.errors import UserError
 
-MODES = ('train', 'sample', 'infill', 'convert', 'bench')
+MODES = ('train', 'prepare', 'sample', 'infill', 'convert', 'bench')
 
 _CONFIG = config_flags.DEFINE_config_file(
     'config', None, 'Config file; override fields with --config.section.field=value after it.')
@@ -39,10 +39,12 @@ _TEXT = flags.DEFINE_string('text', None, 'infill: a text with holes, <mask:k> f
 _INPUT = flags.DEFINE_string('input', None, 'infill: a file of such lines; - for stdin.')
 _SAMPLER = flags.DEFINE_string('sampler', None, 'sample, infill: parallel, sequential, speculative '
                                'or adaptive; short for --config.sample.sampler.')
-_SUITE = flags.DEFINE_enum('suite', 'samplers', ('samplers', 'encoder'), 'bench: what to measure.')
+_SUITE = flags.DEFINE_enum('suite', 'samplers', ('samplers', 'encoder', 'prepare'),
+                           'bench: what to measure.')
 # The flags that belong to some modes alone.
 MODE_FLAGS = {
     'train': ('config', 'workdir', 'overwrite'),
+    'prepare': ('config', 'workdir'),
     'sample': ('config', 'workdir', 'output', 'html', 'sampler'),
     'infill': ('config', 'workdir', 'output', 'html', 'sampler', 'text', 'input'),
     'bench': ('config', 'workdir', 'suite'),
@@ -64,7 +66,7 @@ def _path(text: str) -> pathlib.Path:
 def _run() -> None:
   mode = _MODE.value
   allowed = MODE_FLAGS[mode]
-  needed = allowed[:1] if _SUITE.value == 'encoder' else allowed[:2]
+  needed = allowed[:1] if _SUITE.value in ('encoder', 'prepare') else allowed[:2]
   flag_parsing.check_given(mode, needed, {f for fs in MODE_FLAGS.values() for f in fs} -
                            set(allowed))
   if mode == 'convert':
@@ -81,6 +83,8 @@ def _run() -> None:
     return job.run(config, workdir, overwrite=_OVERWRITE.value)
   if mode == 'bench':
     return job.run(config, workdir, _SUITE.value)
+  if mode == 'prepare':
+    return job.run(config, workdir)
   from aogpt_jax.jobs import outputs
   destination = outputs.Destination(_OUTPUT.value or '', _HTML.value or '')
   destination.check(_INPUT.value)

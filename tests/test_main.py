@@ -31,7 +31,7 @@ def test_help_is_instant_and_light():
 
 
 def test_the_main_path_needs_neither_tensorflow_nor_torch():
-  """Every module, the jobs and TFDS's builder are imported; then neither is loaded."""
+  """Every module, the jobs and a corpus in TFDS's files; then neither is loaded."""
   code = '''
 import sys
 import aogpt_jax
