@@ -120,9 +120,11 @@ def _encode(batch: _Batch, tokenizer: Tokenizer) -> Encoded:
   for number, document in enumerate(batch.documents, start=batch.first):
     try:
       ids = np.asarray(tokenizer.encode(document))
+    except UserError as error:
+      raise UserError(f'document {number} of the corpus: {error}') from None
     except Exception as error:
       raise UserError(f'document {number} of the corpus: the tokenizer failed: '
-                      f'{type(error).__name__}: {error}') from error
+                      f'{type(error).__name__}: {" ".join(str(error).split())}') from error
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
       raise UserError(f'document {number} of the corpus: the tokenizer gave the ids {ids.min()} to '
                       f'{ids.max()}; valid: 0 to {tokenizer.vocab_size - 1}')
@@ -136,13 +138,13 @@ def _encode(batch: _Batch, tokenizer: Tokenizer) -> Encoded:
 class _Worker:
   """One process, and the two pipes to it."""
 
-  def __init__(self, pickled_tokenizer: bytes):
+  def __init__(self, greeting: bytes):
     # What can be imported here can be imported there, in whatever way it came onto the path.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     self.process = subprocess.Popen(
         [sys.executable, '-c', _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env=os.environ | {'PYTHONPATH': path})
-    self._greeting = pickled_tokenizer
+    self._greeting = greeting
 
   def encode(self, batch: _Batch) -> Encoded:
     try:
@@ -174,7 +176,8 @@ def _pool(tokenizer: Tokenizer, workers: int,
           ) -> Iterator[Callable[[_Batch], concurrent.futures.Future]]:
   """Starts the processes and gives a function that sends them a batch; ends them all at exit."""
   try:
-    pickled = pickle.dumps(tokenizer, protocol=5)
+    # Twice: what fails to load must still be read to its end.
+    greeting = pickle.dumps(pickle.dumps(tokenizer, protocol=5), protocol=5)
   except Exception as error:  # pickle passes on whatever an object's own methods raise
     raise UserError(_not_sent(error)) from error
   running: list[_Worker] = []
@@ -191,7 +194,7 @@ def _pool(tokenizer: Tokenizer, workers: int,
   threads = concurrent.futures.ThreadPoolExecutor(workers)
   try:
     for _ in range(workers):
-      running.append(_Worker(pickled))
+      running.append(_Worker(greeting))
       idle.put(running[-1])
     yield lambda batch: threads.submit(encode, batch)
   finally:
@@ -217,9 +220,11 @@ def serve() -> None:
   os.dup2(2, 1)  # what a library prints must not get between the replies
   failure = None
   try:
-    tokenizer = pickle.load(requests)
+    pickled = pickle.load(requests)
   except (EOFError, pickle.UnpicklingError):
     return
+  try:
+    tokenizer = pickle.loads(pickled)
   except Exception as error:
     failure = UserError(_not_sent(error))
   try:
