@@ -240,7 +240,11 @@ def _exclusive(target: pathlib.Path) -> Iterator[None]:
     raise UserError(f'{target.parent}: prepared data cannot be written here: '
                     f'{error.strerror}') from None
   try:
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      log.info('%s: another process is preparing it; waiting for that', target)
+      fcntl.flock(lock, fcntl.LOCK_EX)
     yield
   finally:
     os.close(lock)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -125,7 +126,8 @@ def test_files_without_the_marker_are_made_anew(corpus, tmp_path):
   np.testing.assert_array_equal(again.token_counts, counts)
 
 
-def test_two_calls_at_once_build_once(corpus, tmp_path, monkeypatch):
+def test_two_calls_at_once_build_once(corpus, tmp_path, monkeypatch, caplog):
+  caplog.set_level(logging.INFO, 'aogpt_jax')
   builds, results = [], []
   build = packing._build
 
@@ -144,6 +146,7 @@ def test_two_calls_at_once_build_once(corpus, tmp_path, monkeypatch):
   for thread in threads:
     thread.join()
   assert len(builds) == 1
+  assert 'another process is preparing it; waiting' in caplog.text
   assert len(results) == 2
   assert results[0] == results[1]
 

@@ -33,9 +33,9 @@ class SlowStartTokenizer(ByteTokenizer):
   """Takes long for the texts that come first, and prints."""
 
   def encode(self, text):
-    if text.startswith('document 0'):
+    if text.startswith('document 1 '):
       time.sleep(0.3)
-      print('loading')
+      print('loading', flush=True)
     return super().encode(text)
 
 
