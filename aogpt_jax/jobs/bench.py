@@ -111,7 +111,6 @@ def prepare(config: Config) -> str:
   """data.prepare on data.train against a plain loop over it, as a table."""
   corpus, length = config.data.train, config.model.context_length
   workers = config.data.workers or workers_lib.count_cores()
-  prepare_job.check(config)
   with tempfile.TemporaryDirectory(prefix='aogpt-bench-') as folder:
     tokenizer = prepare_job.tokenizer(config, pathlib.Path(folder))
 

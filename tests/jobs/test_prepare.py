@@ -148,7 +148,7 @@ def test_another_modes_flag(tmp_path):
 def test_bench_prints_both_sides(corpus, tmp_path, monkeypatch):
   from aogpt_jax.jobs import bench
   monkeypatch.setattr(bench, 'REPEATS', 1)
-  table = bench.prepare(make_config(corpus, workers=2))
+  table = bench.prepare(make_config(corpus, workers=2, validation='files:none.txt'))
   names, _, plain, prepared = rows(table)
   assert (plain[:2], prepared[:2]) == (['plain loop', '1'], ['prepare', '1'])  # too small for two
   seconds = [float(row[2].split()[0]) for row in (plain, prepared)]
