@@ -38,8 +38,8 @@ import aogpt_jax
 for name in aogpt_jax.__all__:
   getattr(aogpt_jax, name)
 from aogpt_jax.jobs import prepare, sample, train
-import tensorflow_datasets as tfds
-tfds.folder_dataset.write_metadata, tfds.features.Tensor(shape=(2,), dtype=int)
+import numpy as np, tensorflow_datasets as tfds
+tfds.folder_dataset.write_metadata, tfds.features.Tensor(shape=(2,), dtype=np.int32)
 print([m for m in ('tensorflow', 'torch') if m in sys.modules])
 '''
   result = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
