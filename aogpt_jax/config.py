@@ -190,8 +190,10 @@ class DataConfig:
   tokenizer: str = 'sentencepiece'  # or gpt2, gpt2:DIRECTORY, bytes, a path
   vocab_size: int = 512  # of the tokenizer, when it is trained here
   directory: str = ''  # where packed blocks are written; empty: WORKDIR/data
+  workers: int = 0  # processes that tokenize a corpus of more than a few MB; 0: one a core
 
   def __post_init__(self):
+    _check_at_least(self, 'data', 0, 'workers')
     _check_at_least(self, 'data', 1, 'vocab_size')
 
 
@@ -373,7 +375,8 @@ class Config:
 # Fields that may change when a run is continued: they do not touch the weights that come out.
 FREE_FIELDS = ('train.num_steps', 'train.log_every', 'train.eval_every', 'train.checkpoint_every',
                'train.keep_checkpoints', 'train.wandb_project', 'eval.', 'sample.', 'mesh.',
-               'data.directory', 'data.validation', 'model.scan_layers', 'model.loss_chunk')
+               'data.directory', 'data.workers', 'data.validation', 'model.scan_layers',
+               'model.loss_chunk')
 
 
 def default() -> ml_collections.ConfigDict:

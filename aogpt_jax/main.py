@@ -15,58 +15,18 @@ import sys
 from typing import Any
 
 from absl import app, flags, logging as absl_logging
-from ml_collections import config_flags
 
-from aogpt_jax import config as config_lib, flag_parsing
+from aogpt_jax import cli_flags, config as config_lib, flag_parsing
 from aogpt_jax.errors import UserError
 
-MODES = ('train', 'evaluate', 'sample', 'infill', 'score', 'convert', 'bench')
-
-_CONFIG = config_flags.DEFINE_config_file(
-    'config', None, 'Config file; override fields with --config.section.field=value after it.')
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run: written by train, read by '
-                               'the other modes.')
-_MODE = flags.DEFINE_enum('mode', 'train', MODES, 'What to do.')
-_OVERWRITE = flags.DEFINE_bool('overwrite', False, 'train: delete the run in --workdir first; '
-                               'convert: replace the .pt file --destination.')
-_SOURCE = flags.DEFINE_string('source', None, 'convert, evaluate, score: a .pt file, a run, or one '
-                              'step of it; without it, evaluate and score use --workdir.')
-_DESTINATION = flags.DEFINE_string('destination', None, 'convert: a new run, or a .pt file.')
-_CONTEXT_LENGTH = flags.DEFINE_integer('context_length', None, 'convert, from .pt: keep the '
-                                       'positions below it alone.')
-_TOKENIZER = flags.DEFINE_string('tokenizer', None, 'convert, evaluate, score: the tokenizer of a '
-                                 '.pt file, such as gpt2; see data.tokenizer.')
-_OUTPUT = flags.DEFINE_string('output', None, 'sample, infill, score: file of JSON lines; - for '
-                              'stdout. evaluate: directory of the results.')
-_HTML = flags.DEFINE_string('html', None, 'sample, infill: a page that plays the generation.')
-_TEXT = flags.DEFINE_string('text', None, 'infill: a text with holes, <mask:k> for k tokens; '
-                            'score: a text.')
-_INPUT = flags.DEFINE_string('input', None, 'infill, score: a file of such lines; - for stdin.')
-_CORPUS = flags.DEFINE_multi_string('corpus', None, 'evaluate: a corpus, such as embedded:milton; '
-                                    'may be repeated; default: data.validation.')
-_ORDER = flags.DEFINE_multi_string('order', None, 'evaluate: an order, may be repeated; default: '
-                                   'all that the model knows. score: one, default left_to_right.')
-_JUDGE = flags.DEFINE_string('judge', None, 'evaluate: judge the texts of the model instead, by a '
-                             'run of this project, or a Hugging Face causal LM, hf:NAME.')
-_SAMPLER = flags.DEFINE_string('sampler', None, 'sample, infill: parallel, sequential, speculative '
-                               'or adaptive; short for --config.sample.sampler.')
-_SUITE = flags.DEFINE_enum('suite', 'samplers', ('samplers', 'encoder'), 'bench: what to measure.')
-# The flags that belong to some modes alone.
-MODE_FLAGS = {
-    'train': ('config', 'workdir', 'overwrite'),
-    'evaluate': ('config', 'workdir', 'source', 'tokenizer', 'corpus', 'order', 'judge',
-                 'output'),
-    'score': ('config', 'workdir', 'source', 'tokenizer', 'text', 'input', 'order', 'output'),
-    'sample': ('config', 'workdir', 'output', 'html', 'sampler'),
-    'infill': ('config', 'workdir', 'output', 'html', 'sampler', 'text', 'input'),
-    'bench': ('config', 'workdir', 'suite'),
-    'convert': ('source', 'destination', 'context_length', 'tokenizer', 'overwrite')}
+FLAGS = flags.FLAGS
+flags.adopt_module_key_flags(cli_flags)  # so that --help shows them
 
 
 def _config_values() -> dict[str, Any]:
   """The ConfigDict as a dict; a config file that cannot be read shows up here, not in parsing."""
   try:
-    return dict(_CONFIG.value)
+    return dict(FLAGS.config)
   except OSError as error:  # several lines about the places that were tried
     raise UserError(f'--config: {str(error).splitlines()[-1]}') from None
 
@@ -76,41 +36,43 @@ def _path(text: str) -> pathlib.Path:
 
 
 def _run() -> None:
-  mode = _MODE.value
-  allowed = MODE_FLAGS[mode]
-  alone = _SUITE.value == 'encoder' or (mode == 'score' and _SOURCE.value)
+  mode = FLAGS.mode
+  allowed = cli_flags.MODE_FLAGS[mode]
+  alone = FLAGS.suite in ('encoder', 'prepare') or (mode == 'score' and FLAGS.source)
   needed = allowed[:1] if alone else allowed[:2]
-  flag_parsing.check_given(mode, needed, {f for fs in MODE_FLAGS.values() for f in fs} -
+  flag_parsing.check_given(mode, needed, {f for fs in cli_flags.MODE_FLAGS.values() for f in fs} -
                            set(allowed))
   if mode == 'convert':
     job = importlib.import_module('aogpt_jax.jobs.convert')
-    return job.run(_path(_SOURCE.value), _path(_DESTINATION.value), _CONTEXT_LENGTH.value,
-                   _OVERWRITE.value, _TOKENIZER.value or '')
+    return job.run(_path(FLAGS.source), _path(FLAGS.destination), FLAGS.context_length,
+                   FLAGS.overwrite, FLAGS.tokenizer or '')
   values = _config_values()
-  if _SAMPLER.value is not None:
-    values['sample'] = dict(values['sample']) | {'sampler': _SAMPLER.value}
+  if FLAGS.sampler is not None:
+    values['sample'] = dict(values['sample']) | {'sampler': FLAGS.sampler}
   config = config_lib.from_dict(values)
-  workdir = _path(_WORKDIR.value or '.')
+  workdir = _path(FLAGS.workdir or '.')
   job = importlib.import_module(f'aogpt_jax.jobs.{mode}')
   if mode == 'train':
-    return job.run(config, workdir, overwrite=_OVERWRITE.value)
+    return job.run(config, workdir, overwrite=FLAGS.overwrite)
   if mode == 'bench':
-    return job.run(config, workdir, _SUITE.value)
-  source = _path(_SOURCE.value) if _SOURCE.value else workdir
-  orders = _ORDER.value or []
+    return job.run(config, workdir, FLAGS.suite)
+  source = _path(FLAGS.source) if FLAGS.source else workdir
+  orders = FLAGS.order or []
   if mode == 'evaluate':
-    output = _path(_OUTPUT.value) if _OUTPUT.value else workdir / 'evaluation'
-    return job.run(config, workdir, source, _CORPUS.value, orders, _JUDGE.value or '', output,
-                   _TOKENIZER.value or '')
+    output = _path(FLAGS.output) if FLAGS.output else workdir / 'evaluation'
+    return job.run(config, workdir, source, FLAGS.corpus, orders, FLAGS.judge or '', output,
+                   FLAGS.tokenizer or '')
+  if mode == 'prepare':
+    return job.run(config, workdir)
   from aogpt_jax.jobs import outputs
-  destination = outputs.Destination(_OUTPUT.value or '', _HTML.value or '')
-  destination.check(_INPUT.value)
+  destination = outputs.Destination(FLAGS.output or '', FLAGS.html or '')
+  destination.check(FLAGS.input)
   if mode == 'score':
     config_lib.check(len(orders) <= 1, '--order', orders, 'only one is used by --mode=score')
-    return job.run(config, source, destination.output, _TEXT.value, _INPUT.value,
-                   *(orders or ['left_to_right']), _TOKENIZER.value or '')
+    return job.run(config, source, destination.output, FLAGS.text, FLAGS.input,
+                   *(orders or ['left_to_right']), FLAGS.tokenizer or '')
   if mode == 'infill':
-    return job.run(config, workdir, destination, _TEXT.value, _INPUT.value)
+    return job.run(config, workdir, destination, FLAGS.text, FLAGS.input)
   return job.run(config, workdir, destination)
 
 
@@ -134,7 +96,7 @@ def main(argv: list[str]) -> None:
   except OSError as error:
     if error.errno is None:
       raise
-    where = error.filename or _DESTINATION.value or _WORKDIR.value
+    where = error.filename or FLAGS.destination or FLAGS.workdir
     flag_parsing.fail(f'{where}: {error.strerror}')  # a full disk, lost rights, …
 
 

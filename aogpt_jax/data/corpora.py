@@ -30,7 +30,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from aogpt_jax.data import detokenizers, digests, files, hubs
 from aogpt_jax.errors import UserError, nearest
@@ -117,6 +117,12 @@ def check_corpus(spec: str) -> None:
       missing; a dataset that is not here, if there is no network.
   """
   _open(spec, download=False)
+
+
+def corpus_files(spec: str) -> Sequence[pathlib.Path]:
+  """The files that a corpus is read from, in order; none where it is still to be downloaded."""
+  source, _ = _open(spec, download=False)
+  return source.files if source else ()
 
 
 def corpus_fingerprint(spec: str) -> str:

@@ -5,44 +5,36 @@ and the block length: another request never touches the files of this one.
 
   prepared.json          what was prepared; written last, so its presence means complete
   token_counts.npy       int64 (vocab_size,), how often each id occurs in the blocks
-  packed_blocks/1.0.0/   the blocks, as TFDS writes them (no TensorFlow involved)
+  packed_blocks/1.1.0/   the blocks, a dataset of TFDS (no TensorFlow involved)
+  progress.json          while it is under way: where to go on after a kill, see `shards`
 """
 
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import hashlib
 import io
 import itertools
 import json
+import logging
 import os
 import pathlib
 import re
 import shutil
-import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from aogpt_jax.data import corpora
+from aogpt_jax.data import corpora, meter, shards, workers as workers_lib
+from aogpt_jax.data.shards import PackingCounts
+from aogpt_jax.data.workers import Tokenizer
 from aogpt_jax.errors import UserError
 
 _MARKER = 'prepared.json'
 _COUNTS = 'token_counts.npy'
-_SPLIT = 'blocks'  # TFDS wants a name for the only part
-_VERSION = '1.1.0'  # of the files: part of the request's hash, so a new one is prepared anew
-
-
-class Tokenizer(Protocol):
-  """What packing needs of a tokenizer, such as SentencePieceTokenizer."""
-
-  vocab_size: int
-  end_of_text_id: int
-  fingerprint: str
-
-  def encode(self, text: str) -> np.ndarray: ...
+log = logging.getLogger(__name__)
 
 
 class Rows(Protocol):
@@ -66,10 +58,13 @@ class PreparedData:
     block_length: tokens a block.
     num_blocks: blocks on disk.
     num_documents: documents in the corpus.
+    num_empty_documents: those without text, which are one end-of-text each.
     num_tokens: tokens of the corpus, with one end-of-text a document and with the remainder that
       fills no block.
     num_bytes: UTF-8 bytes of the documents.
     num_words: words of the documents, parted by white space.
+    seconds: what preparing took, over all calls that it took.
+    fresh: whether this call wrote it, rather than finding it.
   """
 
   directory: pathlib.Path
@@ -80,9 +75,12 @@ class PreparedData:
   block_length: int
   num_blocks: int
   num_documents: int
+  num_empty_documents: int
   num_tokens: int
   num_bytes: int
   num_words: int
+  seconds: float = dataclasses.field(compare=False)
+  fresh: bool = dataclasses.field(default=False, compare=False)
 
   @property
   def bytes_per_token(self) -> float:
@@ -93,16 +91,6 @@ class PreparedData:
   def token_counts(self) -> np.ndarray:
     """How often each id occurs in the blocks, int64 (vocab_size,)."""
     return np.load(self.directory / _COUNTS)
-
-
-@dataclasses.dataclass
-class PackingCounts:
-  """What `pack` has consumed so far; see PreparedData for the meaning of the numbers."""
-
-  num_documents: int = 0
-  num_tokens: int = 0
-  num_bytes: int = 0
-  num_words: int = 0
 
 
 def pack(documents: Iterable[str], tokenizer: Tokenizer, block_length: int,
@@ -133,6 +121,7 @@ def _pack(documents: Iterable[str], tokenizer: Tokenizer, block_length: int,
   for document in documents:
     ids = tokenizer.encode(document)
     counts.num_documents += 1
+    counts.num_empty_documents += ids.size == 0
     counts.num_tokens += ids.size + 1
     counts.num_bytes += len(document.encode('utf-8'))
     counts.num_words += len(document.split())
@@ -143,23 +132,29 @@ def _pack(documents: Iterable[str], tokenizer: Tokenizer, block_length: int,
 
 
 def prepare(directory: str | os.PathLike[str], corpus: str, tokenizer: Tokenizer,
-            block_length: int) -> PreparedData:
+            block_length: int, workers: int = 1) -> PreparedData:
   """Packs a corpus into blocks on disk, or finds them there from an earlier call.
 
-  A call that was killed leaves no prepared.json: the next one starts from scratch. Two calls for
-  the same blocks on one machine wait for each other and share them. `directory` must be on a file
-  system with locks (flock).
+  Memory is bounded, whatever the length of the corpus. A call that was killed, even by kill -9,
+  leaves no prepared.json: the next one goes on behind the last file of blocks that it finished
+  (`shards.SHARD_TOKENS` tokens each), to the same bytes. Two calls for the same blocks on one
+  machine wait for each other and share them. `directory` must be on a file system with locks
+  (flock).
 
   Args:
     directory: the blocks are put in a subdirectory of their own.
     corpus: a spec, see `corpora`.
-    tokenizer: gives the ids.
+    tokenizer: gives the ids; with several workers it is pickled.
     block_length: tokens a block.
+    workers: processes that tokenize, at most; 0: one a core. The files do not depend on it, and
+      a corpus of a few MB starts none.
 
   Raises:
     UserError: for a bad corpus, a block_length below 1, a corpus with fewer tokens than one block,
-      or a directory that cannot be written.
+      a directory that cannot be written, a tokenizer that fails or a worker process that dies.
   """
+  if block_length < 1:
+    raise UserError(f'block_length = {block_length} must be at least 1; the nearest valid is 1')
   request = {
     'corpus': corpus,
     'corpus_fingerprint': corpora.corpus_fingerprint(corpus),
@@ -167,13 +162,15 @@ def prepare(directory: str | os.PathLike[str], corpus: str, tokenizer: Tokenizer
     'vocab_size': tokenizer.vocab_size,
     'block_length': block_length,
   }
-  digest = hashlib.sha256(json.dumps([_VERSION, request], sort_keys=True).encode()).hexdigest()
+  digest = hashlib.sha256(json.dumps([shards.VERSION, request], sort_keys=True).encode())
+  digest = digest.hexdigest()
   readable = re.sub(r'[^A-Za-z0-9]+', '-', corpus).strip('-')[-40:]
   target = pathlib.Path(directory).absolute() / f'{readable}-{block_length}-{digest[:12]}'
   with _exclusive(target):
-    if not (target / _MARKER).exists():
-      _build(target, request, tokenizer)
-    return load_prepared(target)
+    fresh = not (target / _MARKER).exists()
+    if fresh:
+      _build(target, request, tokenizer, workers or workers_lib.count_cores())
+    return dataclasses.replace(load_prepared(target), fresh=fresh)
 
 
 def load_prepared(directory: str | os.PathLike[str]) -> PreparedData:
@@ -191,38 +188,49 @@ def load_prepared(directory: str | os.PathLike[str]) -> PreparedData:
                     'delete its folder and prepare the data again') from None
 
 
-def _build(target: pathlib.Path, request: dict, tokenizer: Tokenizer) -> None:
-  """Writes the files of a request; the marker comes last."""
-  block_length = request['block_length']
-  counts = PackingCounts()
-  token_counts = np.zeros((tokenizer.vocab_size,), np.int64)
-
-  def counted(blocks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    for block in blocks:
-      token_counts[:] += np.bincount(block, minlength=tokenizer.vocab_size)
-      yield block
-
-  with contextlib.closing(_progress(corpora.read_documents(request['corpus']))) as documents:
-    blocks = pack(documents, tokenizer, block_length, counts)
-    first = next(blocks, None)
-    if first is None:
-      raise UserError(f'corpus "{request["corpus"]}" has {counts.num_tokens} tokens, fewer than '
+def _build(target: pathlib.Path, request: dict, tokenizer: Tokenizer, workers: int) -> None:
+  """Writes the files of a request, or the rest of them; the marker comes last."""
+  corpus, block_length = request['corpus'], request['block_length']
+  begin = time.monotonic()
+  cut = hashlib.sha256(json.dumps([request, shards.shard_blocks(block_length)]).encode())
+  progress = shards.load_progress(target, cut.hexdigest())
+  if progress is None:
+    shutil.rmtree(target, ignore_errors=True)  # what a killed call left
+    progress = shards.start(cut.hexdigest(), tokenizer.vocab_size)
+  else:
+    log.info('packing %s: going on behind document %s', corpus,
+             f'{progress.counts.num_documents:,}')
+  begin -= progress.seconds
+  writer = shards.ShardWriter(target, block_length, progress, lambda: time.monotonic() - begin)
+  with contextlib.closing(writer), contextlib.closing(
+      _encoded(corpus, tokenizer, workers, progress.counts)) as results:
+    for encoded in results:
+      writer.add(encoded)
+    counts = writer.counts
+    if not writer.num_blocks:
+      raise UserError(f'corpus "{corpus}" has {counts.num_tokens} tokens, fewer than '
                       f'one block of block_length = {block_length}; '
                       f'the nearest valid block_length is {counts.num_tokens}')
-    shutil.rmtree(target, ignore_errors=True)  # what a killed call left
-    num_blocks = _write_blocks(target, counted(itertools.chain([first], blocks)), block_length)
-  np.save(target / _COUNTS, token_counts)
-  record = {**request, 'num_blocks': num_blocks, **dataclasses.asdict(counts)}
+    shard_bytes = writer.finish()
+  with _quiet():
+    shards.write_metadata(target, block_length, writer.num_blocks, shard_bytes)
+  np.save(target / _COUNTS, writer.token_counts)
+  record = {**request, 'num_blocks': writer.num_blocks, **dataclasses.asdict(counts),
+            'seconds': time.monotonic() - begin}
   unfinished = target / f'{_MARKER}.tmp'
   unfinished.write_text(json.dumps(record, indent=2) + '\n')
   os.replace(unfinished, target / _MARKER)
+  shards.remove_progress(target)
 
 
-def _progress(documents: Iterable[str]) -> Iterator[str]:
-  """Passes documents on; shows their number where a person can see it."""
-  import tqdm
-  yield from tqdm.tqdm(documents, desc='packing', unit=' documents',
-                       disable=not sys.stderr.isatty())
+def _encoded(corpus: str, tokenizer: Tokenizer, workers: int, done: PackingCounts,
+             ) -> Iterator[workers_lib.Encoded]:
+  """The ids of the documents behind the first done.num_documents, with a bar or log lines."""
+  documents = itertools.islice(corpora.read_documents(corpus), done.num_documents, None)
+  total = meter.expected_bytes(corpora.corpus_files(corpus))
+  results = workers_lib.encode_documents(documents, tokenizer, workers, done.num_documents + 1)
+  with contextlib.closing(results):
+    yield from meter.show(results, corpus, total, done.num_bytes)
 
 
 @contextlib.contextmanager
@@ -235,55 +243,14 @@ def _exclusive(target: pathlib.Path) -> Iterator[None]:
     raise UserError(f'{target.parent}: prepared data cannot be written here: '
                     f'{error.strerror}') from None
   try:
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      log.info('%s: another process is preparing it; waiting for that', target)
+      fcntl.flock(lock, fcntl.LOCK_EX)
     yield
   finally:
     os.close(lock)
-
-
-@functools.cache
-def _builder_class() -> type:
-  """Defines the TFDS builder, once a process (TFDS registers the name)."""
-  import tensorflow_datasets as tfds
-
-  class PackedText(tfds.core.GeneratorBasedBuilder):
-    """Blocks of token ids, in the order in which they are given."""
-
-    name = 'packed_blocks'
-
-    VERSION = tfds.core.Version(_VERSION)
-
-    def __init__(self, blocks: Iterable[np.ndarray], block_length: int, data_dir: str):
-      self._blocks = blocks
-      self._block_length = block_length
-      super().__init__(data_dir=data_dir, file_format='array_record')
-
-    def _info(self):
-      # np.int32, not 'int32', and no shuffling: the alternatives need TensorFlow.
-      tokens = tfds.features.Tensor(shape=(self._block_length,), dtype=np.int32)
-      return tfds.core.DatasetInfo(builder=self, disable_shuffling=True,
-                                   features=tfds.features.FeaturesDict({'tokens': tokens}))
-
-    def _split_generators(self, dl_manager):
-      return {_SPLIT: self._generate_examples()}
-
-    def _generate_examples(self):
-      for index, block in enumerate(self._blocks):
-        yield index, {'tokens': block}
-
-  return PackedText
-
-
-def _write_blocks(target: pathlib.Path, blocks: Iterable[np.ndarray], block_length: int) -> int:
-  """Writes blocks with TFDS and returns how many there were."""
-  import tensorflow_datasets as tfds
-  tfds.disable_progress_bar()  # its bars count bytes of nothing; ours counts documents
-  with _quiet():
-    builder = _builder_class()(blocks, block_length, str(target))
-    builder.download_and_prepare(
-        download_config=tfds.download.DownloadConfig(try_download_gcs=False))
-  shutil.rmtree(target / 'downloads')  # TFDS makes it in any case
-  return builder.info.splits[_SPLIT].num_examples
 
 
 @contextlib.contextmanager
@@ -306,14 +273,17 @@ def open_blocks(prepared: PreparedData) -> Rows:
     UserError: if the files are missing or hold another number of blocks.
   """
   import tensorflow_datasets as tfds
-  folder = prepared.directory / 'packed_blocks' / _VERSION
+  folder = shards.folder(prepared.directory)
   advice = f'delete {prepared.directory} and prepare the data again'
   try:
     with _quiet():
-      records = tfds.builder_from_directory(folder).as_data_source(
-          split=_SPLIT, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES)
+      builder = tfds.builder_from_directory(folder)
+      records = builder.as_data_source(
+          split=shards.SPLIT, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES)
       found = len(records)
-      _Records(records)[found - 1]  # a truncated file shows when it is first read
+      lengths = builder.info.splits[shards.SPLIT].shard_lengths
+      # A truncated file shows when it is first read.
+      _Records(records).__getitems__([end - 1 for end in itertools.accumulate(lengths)])
   except Exception as error:  # many types, from TFDS and from the C++ reader
     raise UserError(f'{folder}: the blocks are missing or damaged '
                     f'({type(error).__name__}); {advice}') from error

@@ -1,12 +1,14 @@
-"""--mode=bench: what generation costs, both sides of every ratio from one run.
+"""--mode=bench: what generation and preparing data cost, both sides of every ratio from one run.
 
 Suites: `samplers`, a trained run through sequential and speculative sampling; `encoder`, a decoder
-against the masked encoder of the same widths at the same steps (paper Figure 4).
+against the masked encoder of the same widths at the same steps (paper Figure 4); `prepare`, the
+tokenizing and packing of data.train against a plain loop in one process.
 """
 
 import dataclasses
 import pathlib
 import platform
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,15 +19,18 @@ from flax import nnx
 
 from aogpt_jax import keys, lm as lm_lib, model as model_lib, orders as orders_lib, sampling
 from aogpt_jax.config import Config, check
+from aogpt_jax.data import corpora, packing, shards, tokenizers, workers as workers_lib
+from aogpt_jax.jobs import prepare as prepare_job
 from aogpt_jax.sampling import parallel
 
 REPEATS = 3
 
 
-def interleaved(runs: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+def interleaved(runs: dict[str, Callable[[], Any]], warm_up: bool = True,
+                ) -> dict[str, list[float]]:
   """Seconds of each run, REPEATS times in turn; a first, untimed round compiles."""
   times = {name: [] for name in runs}
-  for round_ in range(REPEATS + 1):
+  for round_ in range(not warm_up, REPEATS + 1):
     for name, run in runs.items():
       start = time.perf_counter()
       jax.block_until_ready(run())
@@ -92,10 +97,52 @@ def encoder(config: Config) -> str:
       f'\nencoder / decoder = {ratio:.1f}'])
 
 
+def _plain_loop(path: pathlib.Path, corpus: str, tokenizer: tokenizers.ByteTokenizer,
+                block_length: int) -> None:
+  """What one would write without this package: the other side of `prepare`."""
+  from array_record.python import array_record_module
+  writer = array_record_module.ArrayRecordWriter(str(path), 'group_size:1')
+  for block in packing.pack(corpora.read_documents(corpus), tokenizer, block_length):
+    writer.write(shards.serialize(block))
+  writer.close()
+
+
+def prepare(config: Config) -> str:
+  """data.prepare on data.train against a plain loop over it, as a table."""
+  corpus, length = config.data.train, config.model.context_length
+  workers = config.data.workers or workers_lib.count_cores()
+  with tempfile.TemporaryDirectory(prefix='aogpt-bench-') as folder:
+    tokenizer = prepare_job.tokenizer(config, pathlib.Path(folder))
+
+    def plain_loop() -> None:
+      with tempfile.TemporaryDirectory(dir=folder) as inside:
+        _plain_loop(pathlib.Path(inside) / 'blocks', corpus, tokenizer, length)
+
+    def prepared() -> packing.PreparedData:
+      with tempfile.TemporaryDirectory(dir=folder) as inside:
+        return packing.prepare(inside, corpus, tokenizer, length, workers)
+
+    size = prepared().num_bytes / 1e6
+    times = interleaved({'plain loop': plain_loop, 'prepare': prepared}, warm_up=False)
+  lines = [f'{corpus}: {size:,.1f} MB of text, {tokenizer.vocab_size} ids, blocks of {length}, '
+           f'{workers_lib.count_cores()} cores; median of {REPEATS} interleaved runs (range)\n',
+           '| | processes that tokenize | seconds | MB/s |', '|---|---|---|---|']
+  # prepare() starts others only when a corpus is longer than this.
+  used = workers if size * 1e6 > workers_lib.POOL_AFTER else 1
+  for (name, seconds), processes in zip(times.items(), (1, used)):
+    lines.append(f'| {name} | {processes} | {_seconds(seconds)} | '
+                 f'{size / np.median(seconds):.2f} |')
+  ratio = np.median(times['plain loop']) / np.median(times['prepare'])
+  return '\n'.join([*lines, f'\nplain loop / prepare = {ratio:.2f}'])
+
+
 def run(config: Config, workdir: pathlib.Path, suite: str) -> None:
   """Prints the machine, the versions and the table of one suite."""
   device = jax.devices()[0]
   print(f'{platform.machine()} {device.platform} {device.device_kind}, '
         f'{jax.device_count()} devices, jax {jax.__version__}, '
         f'Python {platform.python_version()}\n')
-  print(encoder(config) if suite == 'encoder' else samplers(lm_lib.load(workdir), config))
+  if suite == 'samplers':
+    print(samplers(lm_lib.load(workdir), config))
+  else:
+    print({'encoder': encoder, 'prepare': prepare}[suite](config))

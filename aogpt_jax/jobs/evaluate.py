@@ -88,7 +88,8 @@ def perplexities(config: Config, lm: lm_lib.LanguageModel, corpora_: list[str], 
   run_config = dataclasses.replace(lm.config, eval=config.eval)
   rows, ensembles = [], []
   for corpus in corpora_:
-    prepared = data.prepare(directory, corpus, lm.tokenizer, lm.model.config.context_length)
+    prepared = data.prepare(directory, corpus, lm.tokenizer, lm.model.config.context_length,
+                            config.data.workers)
     blocks = data.open_blocks(prepared)
     for name in orders or evaluation.known_orders(lm.config):
       log.info('%s, %s: %s blocks', corpus, name, f'{len(blocks):,}')

@@ -22,9 +22,9 @@ from aogpt_jax import (
   sharding as sharding_lib,
 )
 from aogpt_jax.config import Config
-from aogpt_jax.data import corpora, tokenizers
+from aogpt_jax.data import tokenizers
 from aogpt_jax.errors import UserError
-from aogpt_jax.jobs import sample
+from aogpt_jax.jobs import prepare, sample
 from aogpt_jax.training import checkpoints, loop, metrics, step as step_lib
 
 log = logging.getLogger(__name__)
@@ -93,16 +93,10 @@ def _start_run(config: Config, tokenizer: tokenizers.ByteTokenizer,
 
 def _check_before_work(config: Config) -> jax.sharding.Mesh:
   """Everything that can be known to be wrong before reading data or compiling."""
-  if config.data.tokenizer == 'sentencepiece':
-    config_lib.check(
-        config.data.vocab_size <= config.model.vocab_size, 'model.vocab_size',
-        config.model.vocab_size,
-        f'must be at least the data.vocab_size={config.data.vocab_size} of the tokenizer')
+  prepare.check(config)
   if config.train.wandb_project and not importlib.util.find_spec('wandb'):
     raise UserError(f'train.wandb_project={config.train.wandb_project!r}: wandb is not installed; '
                     "pip install 'aogpt_jax[wandb]'")
-  for spec in (config.data.train, config.data.validation):
-    corpora.check_corpus(spec)
   mesh = sharding_lib.make_mesh(config.mesh)
   micro_batch = config.train.batch_size // config.train.accumulation
   name = 'train.batch_size' + ('/accumulation' if config.train.accumulation > 1 else '')
@@ -112,24 +106,8 @@ def _check_before_work(config: Config) -> jax.sharding.Mesh:
 
 
 def _tokenizer(config: Config, workdir: pathlib.Path) -> tokenizers.ByteTokenizer:
-  """The run's tokenizer: from its directory, the one the config names, or trained."""
-  path = workdir / 'tokenizer.model'
-  # Where the name always means the same, a run that has its copy needs no cache and no network.
-  own = path.exists() and config.data.tokenizer in ('gpt2', 'bytes')
-  if config.data.tokenizer != 'sentencepiece' and not own:
-    tokenizer = tokenizers.make_tokenizer(config.data.tokenizer)
-    if path.exists() and tokenizers.load_tokenizer(path).fingerprint != tokenizer.fingerprint:
-      raise UserError(f'data.tokenizer={config.data.tokenizer!r}: differs from {path}, with which '
-                      'this run was started')
-  elif path.exists():
-    tokenizer = tokenizers.load_tokenizer(path)
-  else:
-    log.info('training a tokenizer of %d ids on %s', config.data.vocab_size, config.data.train)
-    tokenizer = tokenizers.train_sentencepiece(
-        corpora.read_documents(config.data.train), config.data.vocab_size)
-  config_lib.check(
-      tokenizer.vocab_size <= config.model.vocab_size, 'model.vocab_size', config.model.vocab_size,
-      f'must be at least the {tokenizer.vocab_size} ids of the tokenizer')
+  """The run's tokenizer, once the template of the config is known to fit it."""
+  tokenizer = prepare.tokenizer(config, workdir)
   if config.sample.infill:  # a template that does not fit must not fail after days of training
     try:
       lm_lib.check_template(config.sample.infill, tokenizer, config)
@@ -185,10 +163,7 @@ def run(config: Config, workdir: pathlib.Path, overwrite: bool = False) -> None:
 def _run(config: Config, workdir: pathlib.Path, mesh: jax.sharding.Mesh, stop: loop.StopRequest,
          ) -> None:
   tokenizer = _tokenizer(config, workdir)
-  data_directory = config.data.directory or workdir / 'data'
-  length = config.model.context_length
-  train = data.prepare(data_directory, config.data.train, tokenizer, length)
-  validation = data.prepare(data_directory, config.data.validation, tokenizer, length)
+  train, validation = prepare.blocks(config, workdir, tokenizer)
   recipe = step_lib.make_recipe(config)
   directory = workdir / 'checkpoints'
   data_state = {'corpus_fingerprint': train.corpus_fingerprint,
@@ -204,7 +179,7 @@ def _run(config: Config, workdir: pathlib.Path, mesh: jax.sharding.Mesh, stop: l
       process_index=jax.process_index(), process_count=jax.process_count())
   num_params = sum(p.size for p in jax.tree.leaves(state.params))
   log.info('%s parameters; %s training blocks of %d tokens; mesh %s', f'{num_params:,}',
-           f'{train.num_blocks:,}', length, dict(mesh.shape))
+           f'{train.num_blocks:,}', config.model.context_length, dict(mesh.shape))
   # Only here, after every check: a start that failed must not bind the directory to its mistake.
   _start_run(config, tokenizer, workdir)
   writer = metrics.MetricWriter(config, workdir, start)

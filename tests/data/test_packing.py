@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import signal
+import logging
 import subprocess
 import sys
 import threading
@@ -10,20 +10,10 @@ import time
 
 import numpy as np
 import pytest
+from toy_tokenizers import ByteTokenizer
 
 from aogpt_jax.data import corpora, packing, tokenizers
 from aogpt_jax.errors import UserError
-
-
-class ByteTokenizer:
-  """Bytes as ids; 256 ends a document."""
-
-  vocab_size = 257
-  end_of_text_id = 256
-  fingerprint = 'bytes'
-
-  def encode(self, text):
-    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
 @pytest.fixture
@@ -70,11 +60,13 @@ def test_prepared_blocks_are_the_packed_ones(corpus, tmp_path):
     with pytest.raises(IndexError):
       blocks[index]
   num_bytes = sum(len(text.encode()) for text in texts)
+  assert prepared.seconds > 0
   assert dataclasses.asdict(prepared) == {
+    'num_empty_documents': 13, 'fresh': True, 'seconds': prepared.seconds,
     'directory': prepared.directory, 'corpus': corpus, 'block_length': 16, 'vocab_size': 257,
     'corpus_fingerprint': corpora.corpus_fingerprint(corpus), 'tokenizer_fingerprint': 'bytes',
     'num_blocks': (num_bytes + 50) // 16, 'num_documents': 50, 'num_tokens': num_bytes + 50,
-    'num_bytes': num_bytes}
+    'num_bytes': num_bytes, 'num_words': sum(len(text.split()) for text in texts)}
   assert prepared.bytes_per_token == num_bytes / (num_bytes + 50)
   np.testing.assert_array_equal(prepared.token_counts,
                                 np.bincount(expected.reshape(-1), minlength=257))
@@ -84,7 +76,9 @@ def test_prepared_blocks_are_the_packed_ones(corpus, tmp_path):
 def test_the_same_request_reuses_the_files_even_when_moved(corpus, tmp_path, monkeypatch):
   first = packing.prepare(tmp_path / 'data', corpus, ByteTokenizer(), 16)
   monkeypatch.setattr(packing, '_build', None)  # building again would fail
-  assert packing.prepare(tmp_path / 'data', corpus, ByteTokenizer(), 16) == first
+  again = packing.prepare(tmp_path / 'data', corpus, ByteTokenizer(), 16)
+  assert again == first
+  assert (first.fresh, again.fresh) == (True, False)
   (tmp_path / 'data').rename(tmp_path / 'moved')
   moved = packing.prepare(tmp_path / 'moved', corpus, ByteTokenizer(), 16)
   np.testing.assert_array_equal(packing.open_blocks(moved)[5], blocks_of(corpus)[5])
@@ -103,39 +97,6 @@ def test_another_request_gets_files_of_its_own(corpus, tmp_path):
   made.append(prepare(ByteTokenizer(), 16))
   assert len({prepared.directory for prepared in made}) == 4
   assert packing.open_blocks(made[0])[2].tolist() != packing.open_blocks(made[3])[2].tolist()
-
-
-KILLED = '''
-import os, signal, sys
-sys.path.insert(0, {tests!r})
-from aogpt_jax.data import corpora, packing
-from test_packing import ByteTokenizer
-real = corpora.read_documents
-def dying(spec):
-  for number, text in enumerate(real(spec)):
-    if number == 40:
-      os.kill(os.getpid(), signal.SIGKILL)
-    yield text
-packing.corpora.read_documents = dying
-packing.prepare({directory!r}, {corpus!r}, ByteTokenizer(), 16)
-'''
-
-
-def test_a_killed_call_is_redone_from_scratch(corpus, tmp_path, request):
-  code = KILLED.format(tests=str(request.path.parent), directory=str(tmp_path / 'data'),
-                       corpus=corpus)
-  result = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
-  assert result.returncode == -signal.SIGKILL, result.stderr
-  left = [path for path in (tmp_path / 'data').iterdir() if path.is_dir()]
-  assert len(left) == 1  # it was under way
-  assert list(left[0].iterdir())
-  prepared = packing.prepare(tmp_path / 'data', corpus, ByteTokenizer(), 16)
-  assert prepared.directory == left[0]
-  expected = blocks_of(corpus)
-  np.testing.assert_array_equal(packing.open_blocks(prepared).__getitems__(range(len(expected))),
-                                expected)
-  assert sorted(path.name for path in prepared.directory.iterdir()) == [
-      'packed_blocks', 'prepared.json', 'token_counts.npy']
 
 
 def test_an_error_midway_leaves_no_marker_and_comes_through(corpus, tmp_path, monkeypatch):
@@ -165,25 +126,27 @@ def test_files_without_the_marker_are_made_anew(corpus, tmp_path):
   np.testing.assert_array_equal(again.token_counts, counts)
 
 
-def test_two_calls_at_once_build_once(corpus, tmp_path, monkeypatch):
+def test_two_calls_at_once_build_once(corpus, tmp_path, monkeypatch, caplog):
+  caplog.set_level(logging.INFO, 'aogpt_jax')
   builds, results = [], []
-  write = packing._write_blocks
+  build = packing._build
 
   def slow(*arguments):
     builds.append(arguments)
     time.sleep(0.3)
-    return write(*arguments)
+    return build(*arguments)
 
   def prepare():
     results.append(packing.prepare(tmp_path / 'data', corpus, ByteTokenizer(), 16))
 
-  monkeypatch.setattr(packing, '_write_blocks', slow)
+  monkeypatch.setattr(packing, '_build', slow)
   threads = [threading.Thread(target=prepare) for _ in range(2)]
   for thread in threads:
     thread.start()
   for thread in threads:
     thread.join()
   assert len(builds) == 1
+  assert 'another process is preparing it; waiting' in caplog.text
   assert len(results) == 2
   assert results[0] == results[1]
 
@@ -242,7 +205,7 @@ from absl import app
 sys.path.insert(0, {str(request.path.parent)!r})
 def main(_):
   from aogpt_jax.data import packing
-  from test_packing import ByteTokenizer
+  from toy_tokenizers import ByteTokenizer
   prepared = packing.prepare({str(tmp_path / 'data')!r}, {corpus!r}, ByteTokenizer(), 16)
   packing.open_blocks(prepared)[0]
   assert not {{'tensorflow', 'torch'}} & set(sys.modules)
