@@ -78,7 +78,9 @@ def test_an_int_is_taken_for_a_float_field():
 def _change(value):
   if isinstance(value, bool):
     return not value
-  return value + 1 if isinstance(value, int | float) else value + (1,) if isinstance(value, tuple) else value + 'x'
+  if isinstance(value, tuple):
+    return (*value, 1)
+  return value + 1 if isinstance(value, int | float) else value + 'x'
 
 
 def test_every_field_is_either_free_or_forbids_continuing():
