@@ -30,8 +30,8 @@ COLUMNS = ('corpus', 'order', 'nats_per_token', 'error_over_orders', 'error_over
            'perplexity', 'perplexity_error', 'perplexity_per_word', 'bits_per_byte', 'num_draws',
            'num_blocks', 'num_tokens', 'context_length')
 ENSEMBLE_COLUMNS = ('corpus', 'num_ensembles', 'nats_per_token', 'error_over_positions',
-                    'error_over_blocks', 'perplexity', 'perplexity_error', 'bits_per_byte',
-                    'num_blocks', 'items', 'of_full_forwards', 'of_exact')
+                    'error_over_blocks', 'gain', 'gain_error', 'perplexity', 'perplexity_error',
+                    'bits_per_byte', 'num_blocks', 'items', 'of_full_forwards', 'of_exact')
 QUALITY_COLUMNS = ('steps', 'top_p', 'temperature', 'perplexity', 'perplexity_error', 'entropy',
                    'entropy_error', 'distinct_1', 'distinct_2', 'distinct_3', 'repetition',
                    'length', 'num_texts')
@@ -137,8 +137,7 @@ def _perplexity_page(config: Config, lm: lm_lib.LanguageModel, corpora_: list[st
   page = '\n\n'.join(parts)
   tables.write(output, 'perplexity', rows + ensembles, about, page)
   if ensembles:
-    plots.ensemble_curve(output / 'ensemble.png', rows + ensembles,
-                         'Ensembles over context orders')
+    plots.ensemble_curve(output / 'ensemble.png', ensembles, 'Ensembles over context orders')
   return page
 
 

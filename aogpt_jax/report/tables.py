@@ -16,6 +16,7 @@ FORMATS = {
     'error_over_orders': ('± over orders', '{:.4f}'),
     'error_over_positions': ('± over steps', '{:.4f}'),
     'error_over_blocks': ('± over blocks', '{:.4f}'),
+    'gain': ('gain over M = 1', '{:.4f}'), 'gain_error': ('±', '{:.4f}'),
     'perplexity': ('perplexity', '{:.2f}'), 'perplexity_error': ('±', '{:.2f}'),
     'perplexity_per_word': ('per word', '{:.1f}'), 'bits_per_byte': ('bits/byte', '{:.4f}'),
     'num_draws': ('draws', '{}'), 'num_blocks': ('blocks', '{:,}'),

@@ -116,6 +116,9 @@ def test_exact_curve_is_the_one_of_full_forwards(model, run):
       np.testing.assert_allclose(e.nats_per_token, want[e.num_ensembles].mean(), rtol=0, atol=1e-5)
       per_block = want[e.num_ensembles].mean(axis=1)
       np.testing.assert_allclose(e.error_over_blocks, per_block.std(ddof=1) / 3, rtol=1e-3)
+      gain = (want[1] - want[e.num_ensembles]).mean(axis=1)
+      np.testing.assert_allclose(e.gain, gain.mean(), rtol=0, atol=1e-5)
+      np.testing.assert_allclose(e.gain_error, gain.std(ddof=1) / 3, rtol=0, atol=1e-5)
       assert e.error_over_positions == 0
       assert e.perplexity == pytest.approx(math.exp(e.nats_per_token))
   direct = evaluation.ensemble_nll(model, TOKENS, orders, 3, keys.stream_key(0, 'eval', 0))
