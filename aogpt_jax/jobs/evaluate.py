@@ -106,7 +106,8 @@ def perplexities(config: Config, lm: lm_lib.LanguageModel, corpora_: list[str], 
   return rows, ensembles
 
 
-def _check(config: Config, lm: lm_lib.LanguageModel, corpora_: list[str]) -> None:
+def _check(config: Config, lm: lm_lib.LanguageModel, corpora_: list[str], orders: list[str],
+           ) -> None:
   """What can be wrong before anything is computed."""
   settings, model = config.eval, lm.config.model
   config_lib.check(not settings.num_ensembles or (
@@ -121,12 +122,14 @@ def _check(config: Config, lm: lm_lib.LanguageModel, corpora_: list[str]) -> Non
                     'that it was trained with, such as --tokenizer=gpt2')
   for corpus in corpora_:
     corpora.check_corpus(corpus)
+  for name in orders:
+    lm.order(name)
 
 
 def _perplexity_page(config: Config, lm: lm_lib.LanguageModel, corpora_: list[str],
                      orders: list[str], workdir: pathlib.Path, output: pathlib.Path, about: Any,
                      ) -> str:
-  _check(config, lm, corpora_)
+  _check(config, lm, corpora_, orders)
   directory = config.data.directory or workdir / 'data'
   rows, ensembles = perplexities(config, lm, corpora_, orders, directory)
   parts = ['Perplexity per token ± standard error', tables.grid(rows + ensembles, 'order', 'corpus',
@@ -187,6 +190,7 @@ def run(config: Config, workdir: pathlib.Path, source: pathlib.Path | None = Non
     UserError: for a model, corpus, order or judge that there is not or that does not fit.
   """
   source, output = source or workdir, output or workdir / 'evaluation'
+  tables.make_directory(output)
   lm = lm_lib.load(source, config.eval.ema, tokenizer)
   about = {'source': str(source), 'step': lm.step, 'ema': config.eval.ema,
            'tokenizer_fingerprint': lm.tokenizer.fingerprint}

@@ -66,6 +66,17 @@ def grid(rows: Sequence[Row], down: str, across: str, corner: str = '') -> str:
                  for line in names(down)))
 
 
+def make_directory(directory: pathlib.Path) -> None:
+  """Makes the directory of results; UserError if it cannot be written: before hours of work."""
+  try:
+    directory.mkdir(parents=True, exist_ok=True)
+    probe = directory / '.writable'
+    probe.touch()
+    probe.unlink()
+  except OSError as error:
+    raise UserError(f'--output={directory}: cannot be written: {error.strerror}') from None
+
+
 def write(directory: pathlib.Path, name: str, rows: Sequence[Row], about: Row, page: str,
           ) -> None:
   """Writes NAME.md (the page), NAME.json ({**about, 'results': rows}) and NAME.csv.
@@ -73,10 +84,10 @@ def write(directory: pathlib.Path, name: str, rows: Sequence[Row], about: Row, p
   Raises:
     UserError: if the directory cannot be written.
   """
+  make_directory(directory)
   finite = lambda row: {k: None if isinstance(v, float) and not math.isfinite(v) else v
                         for k, v in row.items()}
   try:
-    directory.mkdir(parents=True, exist_ok=True)
     (directory / f'{name}.md').write_text(page + '\n', 'utf-8')
     (directory / f'{name}.json').write_text(
         json.dumps(about | {'results': [finite(row) for row in rows]}, indent=2) + '\n', 'utf-8')

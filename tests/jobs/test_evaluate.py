@@ -146,7 +146,7 @@ def test_an_encoder(config, text_run, other_corpus, tmp_path):
   assert ensembles == [] and all(5 < row['nats_per_token'] < 7 for row in rows)  # log(320) = 5.8
   many = dataclasses.replace(encoder_config, eval=config.eval)
   with pytest.raises(UserError, match='num_ensembles=2: must be 0 for this model'):
-    evaluate._check(many, lm, [])
+    evaluate._check(many, lm, [], [])
 
 
 @pytest.mark.parametrize(('changes', 'args', 'message'), [
@@ -155,6 +155,7 @@ def test_an_encoder(config, text_run, other_corpus, tmp_path):
     ({'ensemble_steps': 17}, {}, 'ensemble_steps=17: must be at most the 16'),
     ({'batch_size': 9}, {}, 'eval.batch_size=9: rows are split over'),
     ({}, dict(judge='nowhere'), '--judge=nowhere'),
+    ({}, dict(output=pathlib.Path('/proc/x')), '--output=/proc/x: cannot be written'),
     ({}, dict(source='nowhere'), 'not a run directory')])
 def test_mistakes(config, text_run, tmp_path, changes, args, message):
   changed = dataclasses.replace(config, eval=dataclasses.replace(config.eval, **changes))
