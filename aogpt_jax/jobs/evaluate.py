@@ -55,8 +55,9 @@ def _perplexity_row(corpus: str, estimate: evaluation.Estimate, prepared: Any) -
 def _ensemble_row(corpus: str, estimate: evaluation.EnsembleEstimate, prepared: Any,
                   ) -> tables.Row:
   e = estimate
+  part = f' ({e.num_blocks} blocks)' if e.num_blocks < prepared.num_blocks else ''
   return (dataclasses.asdict(e) | _units(e.nats_per_token, prepared) | {
-      'corpus': corpus, 'order': f'uniform, {e.num_ensembles} context orders',
+      'corpus': corpus, 'order': f'uniform, ensemble of {e.num_ensembles}{part}',
       'perplexity': e.perplexity, 'perplexity_error': e.perplexity * e.error_over_blocks,
       'of_full_forwards': e.items / e.full_forward_items, 'of_exact': e.items / e.exact_items,
       'context_length': prepared.block_length})

@@ -42,8 +42,8 @@ def test_perplexities_of_two_corpora(config, text_run, other_corpus, tmp_path, c
   page = capsys.readouterr().out
   found = json.loads((tmp_path / 'out' / 'perplexity.json').read_text())
   rows = {(row['corpus'], row['order']): row for row in found['results']}
-  assert {order for _, order in rows} == {'left_to_right', 'uniform', 'uniform, 1 context orders',
-                                          'uniform, 2 context orders'}
+  assert {order for _, order in rows} == {'left_to_right', 'uniform', 'uniform, ensemble of 1',
+                                          'uniform, ensemble of 2'}
   assert len(rows) == 8 and (found['step'], found['ema']) == (30, True)
   trained = json.loads((text_run / 'evaluation.json').read_text())['estimates']
   for estimate in trained:  # written at the end of training
