@@ -40,7 +40,7 @@ def ensemble_curve(path: pathlib.Path, rows: Sequence[Row], title: str) -> None:
   axes.set_xscale('log', base=2)
   axes.set_xticks(sizes, map(str, sizes))
   axes.set(xlabel='context orders M', ylabel='gain over M = 1 (nats per token)', title=title)
-  axes.legend(loc='lower right')
+  figure.legend(loc='outside lower center')
   _save(figure, path)
 
 
