@@ -11,6 +11,7 @@ from flax import nnx
 
 from aogpt_jax.config import ModelConfig
 from aogpt_jax.model import attention
+from aogpt_jax.sharding import take_rows
 
 
 def initializer(config: ModelConfig, std: float) -> jax.nn.initializers.Initializer:
@@ -178,7 +179,7 @@ class Block(nnx.Module):
     """Returns x with what is added to it, and (shift, scale, gate) of both branches."""
     if table is None:
       return x, PLAIN
-    rows = table[target].astype(jnp.float32)
+    rows = take_rows(table, target).astype(jnp.float32)
     return (x, jnp.moveaxis(rows, 2, 0)) if self.injection == 'adaln' else (x + rows, PLAIN)
 
   def __call__(self, x: jax.Array, table: jax.Array | None, position: jax.Array, target: jax.Array,
