@@ -238,6 +238,7 @@ class TrainConfig:
   eval_every: int = 1000  # 0: only at the end
   checkpoint_every: int = 1000  # 0: only at the end
   keep_checkpoints: int = 2
+  compilation_cache: str = ''  # empty: WORKDIR/compilation_cache; or a directory, or 'off'
   wandb_project: str = ''  # empty: no Weights & Biases
 
   def __post_init__(self):
@@ -382,7 +383,7 @@ class Config:
 
 # Fields that may change when a run is continued: they do not touch the weights that come out.
 FREE_FIELDS = ('train.num_steps', 'train.log_every', 'train.eval_every', 'train.checkpoint_every',
-               'train.keep_checkpoints', 'train.wandb_project', 'eval.', 'sample.', 'mesh.',
+               'train.keep_checkpoints', 'train.wandb_project', 'train.compilation_cache', 'eval.', 'sample.', 'mesh.',
                'data.directory', 'data.workers', 'data.validation', 'model.scan_layers',
                'model.loss_chunk', 'model.attention', 'model.remat')
 
@@ -397,6 +398,7 @@ def paper() -> ml_collections.ConfigDict:
   config = default()
   config.model.dtype = 'bfloat16'
   config.model.loss_chunk = 128
+  config.model.remat = 'dots'
   # OpenWebText has one split; 100,000 documents are held out, as is usual.
   config.data.train = 'openwebtext#split=train[:-100000]'
   config.data.validation = 'openwebtext#split=train[-100000:]'

@@ -6,7 +6,7 @@ Modules know nothing of this: one table maps parameter paths to PartitionSpecs, 
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -103,6 +103,41 @@ def state_shardings(mesh: Mesh, abstract_state: Any) -> Any:
             for i, axis in enumerate(spec)]
     return NamedSharding(mesh, P(*spec))
   return jax.tree.map_with_path(leaf, abstract_state)
+
+
+class Placement(NamedTuple):
+  """Where one parameter lies: its path, shape, spec, and bytes in all and on one device."""
+
+  path: str
+  shape: tuple[int, ...]
+  spec: P
+  num_bytes: int
+  device_bytes: int
+
+
+def placements(mesh: Mesh, arrays: Any) -> list[Placement]:
+  """One a leaf of a tree of parameters, or of another that mirrors it; abstract ones will do."""
+  rows, shardings = [], state_shardings(mesh, arrays)
+  for (path, array), sharding in zip(jax.tree.leaves_with_path(arrays), jax.tree.leaves(shardings)):
+    size = lambda shape, array=array: int(np.prod(shape)) * array.dtype.itemsize
+    rows.append(Placement(_path_name(path), array.shape, sharding.spec, size(array.shape),
+                          size(sharding.shard_shape(array.shape))))
+  return rows
+
+
+def table(rows: list[Placement]) -> str:
+  """Markdown: the partition rules as they fall on a model and a mesh."""
+  lines = ['| parameter | shape | spec | bytes | bytes a device |', '|---|---|---|---|---|']
+  return '\n'.join(lines + [
+      f'| {r.path} | {"×".join(map(str, r.shape))} | {r.spec} | {r.num_bytes:,} | '
+      f'{r.device_bytes:,} |' for r in rows])
+
+
+def describe(mesh: Mesh, params: Any) -> str:
+  """Where the weights lie: one line on one device, else the table."""
+  if mesh.size == 1:
+    return 'partition: one device holds every parameter whole'
+  return f'partition over {dict(mesh.shape)}:\n' + table(placements(mesh, params))
 
 
 def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,13 +9,12 @@ from flax import nnx
 
 from aogpt_jax.config import ModelConfig
 from aogpt_jax.errors import UserError
-from aogpt_jax.model.layers import Block, linear, make_norm, matmul
+from aogpt_jax.model.layers import LINEAR, Block, linear, make_norm, matmul
 from aogpt_jax.sharding import constrain_rows
-
 
 # What of a layer is kept for its backward pass, by config.remat.
 POLICIES = {
-    'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    'dots': jax.checkpoint_policies.save_only_these_names(LINEAR),
     'full': jax.checkpoint_policies.nothing_saveable,
 }
 
