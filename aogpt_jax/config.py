@@ -383,9 +383,9 @@ class Config:
 
 # Fields that may change when a run is continued: they do not touch the weights that come out.
 FREE_FIELDS = ('train.num_steps', 'train.log_every', 'train.eval_every', 'train.checkpoint_every',
-               'train.keep_checkpoints', 'train.wandb_project', 'train.compilation_cache', 'eval.', 'sample.', 'mesh.',
-               'data.directory', 'data.workers', 'data.validation', 'model.scan_layers',
-               'model.loss_chunk', 'model.attention', 'model.remat')
+               'train.keep_checkpoints', 'train.wandb_project', 'train.compilation_cache', 'eval.',
+               'sample.', 'mesh.', 'data.directory', 'data.workers', 'data.validation',
+               'model.scan_layers', 'model.loss_chunk', 'model.attention', 'model.remat')
 
 
 def default() -> ml_collections.ConfigDict:

@@ -2,7 +2,8 @@
 
 Suites: `samplers`, a trained run through sequential and speculative sampling; `encoder`, a decoder
 against the masked encoder of the same widths at the same steps (paper Figure 4); `prepare`, the
-tokenizing and packing of data.train against a plain loop in one process.
+tokenizing and packing of data.train against a plain loop in one process; `compile`, compile time
+and memory of the training step, by layers and remat.
 """
 
 import dataclasses
@@ -17,11 +18,19 @@ import jax
 import numpy as np
 from flax import nnx
 
-from aogpt_jax import keys, lm as lm_lib, model as model_lib, orders as orders_lib, sampling
-from aogpt_jax.config import Config, check
+from aogpt_jax import (
+  keys,
+  lm as lm_lib,
+  model as model_lib,
+  orders as orders_lib,
+  sampling,
+  sharding as sharding_lib,
+)
+from aogpt_jax.config import REMAT, Config, MeshConfig, check
 from aogpt_jax.data import corpora, packing, shards, tokenizers, workers as workers_lib
 from aogpt_jax.jobs import prepare as prepare_job
 from aogpt_jax.sampling import parallel
+from aogpt_jax.training import plan as plan_lib
 
 REPEATS = 3
 
@@ -136,6 +145,33 @@ def prepare(config: Config) -> str:
   return '\n'.join([*lines, f'\nplain loop / prepare = {ratio:.2f}'])
 
 
+def compile_(config: Config) -> str:
+  """Compile time by number of layers, and memory by remat, of the training step, as two tables.
+
+  Nothing is run. The step has the widths of `config`, one micro-batch of 8 rows, and one device.
+  """
+  mesh = sharding_lib.make_mesh(MeshConfig(), jax.devices()[:1])
+  train = dataclasses.replace(config.train, batch_size=8, accumulation=1)
+
+  def plan(quick: bool = True, **changes: Any) -> plan_lib.Plan:
+    model = dataclasses.replace(config.model, **changes)
+    return plan_lib.plan_step(dataclasses.replace(config, model=model, train=train), mesh, quick)
+
+  lines = ['| layers | traced, s | compiled, s |', '|---|---|---|']
+  seconds = {}
+  for layers in (4, 24):
+    found = plan(quick=False, num_layers=layers)
+    seconds[layers] = found.compile_seconds
+    lines.append(f'| {layers} | {found.lower_seconds:.1f} | {found.compile_seconds:.1f} |')
+  lines += [f'\n24 layers / 4 layers = {seconds[24] / seconds[4]:.2f}\n',
+            f'Temporary memory of {config.model.num_layers} layers, 8 rows:\n',
+            '| attention | remat | GB |', '|---|---|---|']
+  for attention, remat in (('dense', 'none'), *((config.model.attention, r) for r in REMAT)):
+    size = plan(attention=attention, remat=remat).temporary_bytes
+    lines.append(f'| {attention} | {remat} | {size / 1e9:.2f} |')
+  return '\n'.join(lines)
+
+
 def run(config: Config, workdir: pathlib.Path, suite: str) -> None:
   """Prints the machine, the versions and the table of one suite."""
   device = jax.devices()[0]
@@ -145,4 +181,4 @@ def run(config: Config, workdir: pathlib.Path, suite: str) -> None:
   if suite == 'samplers':
     print(samplers(lm_lib.load(workdir), config))
   else:
-    print({'encoder': encoder, 'prepare': prepare}[suite](config))
+    print({'encoder': encoder, 'prepare': prepare, 'compile': compile_}[suite](config))

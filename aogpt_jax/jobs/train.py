@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 # What makes a run; --overwrite deletes these and nothing else. Packed blocks in data/ stay: they
 # lie under a hash of what they were made of, so another run cannot mistake them for its own.
 # Compiled programs in compilation_cache/ stay for the same reason.
-RUN_FILES = ('config.json', 'tokenizer.model', 'metrics.jsonl', 'tensorboard', 'checkpoints', 'profile',
-             'evaluation.json', 'evaluation.md', 'evaluation')
+RUN_FILES = ('config.json', 'tokenizer.model', 'metrics.jsonl', 'tensorboard', 'checkpoints',
+             'profile', 'evaluation.json', 'evaluation.md', 'evaluation')
 
 
 def _make_workdir(workdir: pathlib.Path) -> None:

@@ -127,7 +127,7 @@ def fit(config: Config, state: TrainState, step_fn: Callable[..., Any], batches:
       with profiler.step(step):
         with clock.measure('data_wait'):
           tokens = sharding_lib.global_array(next(batches), batch_sharding)
-        with clock.measure('step'):  # of it, all but the first wait is for the step before
+        with clock.measure('step'):  # push() waits for the step before this one
           state, device_metrics = step_fn(state, tokens)
           meter.push(step, device_metrics)
       progress.advance()

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: MFU, seconds by activity, traces, the cache of compiled programs."""
+"""Where the time of a run goes: MFU, seconds by activity, traces, kept compilations."""
 
 import contextlib
 import functools
