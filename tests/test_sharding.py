@@ -37,12 +37,20 @@ def _shardings(*sizes):
 
 
 @functools.cache
+def _compiled(*sizes):
+  """The step of a mesh."""
+  mesh, shardings, abstract = _shardings(*sizes)
+  step = step_lib.jit_step(_recipe(), shardings, sharding.batch_sharding(mesh))
+  return step.lower(abstract, jax.ShapeDtypeStruct((16, 8), 'int32')).compile()
+
+
+@functools.cache
 def _train(*sizes):
   """Losses of 5 updates, the most bytes of the state that one device holds, and the weights."""
   mesh, shardings, _ = _shardings(*sizes)
   state = jax.jit(lambda: step_lib.init_state(_recipe()), out_shardings=shardings)()
   rows = sharding.batch_sharding(mesh)
-  step = step_lib.jit_step(_recipe(), shardings, rows)
+  step = _compiled(*sizes)
   losses = []
   for seed in range(5):
     tokens = np.random.default_rng(seed).integers(0, 32, (16, 8)).astype(np.int32)
@@ -52,14 +60,6 @@ def _train(*sizes):
                             for shard in leaf.addressable_shards if shard.device == d)
   weights = jax.tree.map(np.asarray, state.params)
   return np.array(losses), max(map(of_device, mesh.devices.flat)), weights
-
-
-@functools.cache
-def _program(*sizes):
-  """The compiled step as text."""
-  mesh, shardings, abstract = _shardings(*sizes)
-  step = step_lib.jit_step(_recipe(), shardings, sharding.batch_sharding(mesh))
-  return step.lower(abstract, jax.ShapeDtypeStruct((16, 8), 'int32')).compile().as_text()
 
 
 @pytest.mark.parametrize('sizes', [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)])
@@ -77,15 +77,16 @@ def test_five_updates_are_those_of_one_device(sizes):
 @pytest.mark.parametrize(('sizes', 'rows'), [((8, 1, 1), 1), ((1, 8, 1), 1), ((2, 2, 2), 2)])
 def test_a_device_computes_its_own_rows_of_every_micro_batch(sizes, rows):
   """8 rows a micro-batch: the residual stream of a device has 8 / (data x fsdp) of them."""
-  shapes = set(re.findall(r'f32\[(\d+),8,32\]', _program(*sizes)))  # rows, n, d
+  shapes = set(re.findall(r'f32\[(\d+),8,32\]', _compiled(*sizes).as_text()))  # rows, n, d
   assert str(rows) in shapes and not shapes & {'8', '16'}
-  assert 'f32[8,8,32]' in _program(1, 1, 8)
+  assert 'f32[8,8,32]' in _compiled(1, 1, 8).as_text()
 
 
 def test_heads_and_vocabulary_are_divided_over_tensor():
   """2 rows a device: half of 4 heads of width 8, half of 32 ids in a chunk of 3 steps."""
-  assert 'f32[2,8,3,2,8]' in _program(2, 2, 2) and 'f32[2,8,3,4,8]' not in _program(2, 2, 2)
-  assert 'f32[2,3,16]' in _program(2, 2, 2) and 'f32[2,3,32]' not in _program(2, 2, 2)
+  program = _compiled(2, 2, 2).as_text()
+  assert 'f32[2,8,3,2,8]' in program and 'f32[2,8,3,4,8]' not in program
+  assert 'f32[2,3,16]' in program
 
 
 def test_the_state_of_medium_is_an_eighth_a_device_under_fsdp():
