@@ -37,7 +37,7 @@ flags.DEFINE_string('judge', None, 'evaluate: judge the texts of the model inste
                     'run of this project, or a Hugging Face causal LM, hf:NAME.')
 flags.DEFINE_string('sampler', None, 'sample, infill: parallel, sequential, speculative '
                     'or adaptive; short for --config.sample.sampler.')
-flags.DEFINE_enum('suite', 'samplers', ('samplers', 'encoder', 'prepare', 'compile'),
+flags.DEFINE_enum('suite', 'samplers', ('samplers', 'encoder', 'prepare', 'compile', 'attention'),
                   'bench: what to measure.')
 # The flags that belong to some modes alone.
 MODE_FLAGS = {

@@ -38,8 +38,7 @@ def _path(text: str) -> pathlib.Path:
 def _run() -> None:
   mode = FLAGS.mode
   allowed = cli_flags.MODE_FLAGS[mode]
-  alone = (FLAGS.dry_run or FLAGS.suite in ('encoder', 'prepare', 'compile')
-           or (mode == 'score' and FLAGS.source))
+  alone = FLAGS.dry_run or FLAGS.suite != 'samplers' or (mode == 'score' and FLAGS.source)
   needed = allowed[:1] if alone else allowed[:2]
   flag_parsing.check_given(mode, needed, {f for fs in cli_flags.MODE_FLAGS.values() for f in fs} -
                            set(allowed))
