@@ -12,6 +12,10 @@ flags.DEFINE_string('workdir', None, 'Directory of the run: written by train, re
 flags.DEFINE_enum('mode', 'train', MODES, 'What to do.')
 flags.DEFINE_bool('overwrite', False, 'train: delete the run in --workdir first; '
                   'convert: replace the .pt file --destination.')
+flags.DEFINE_bool('dry_run', False, 'train: print parameters, partition table, bytes a device and '
+                  'FLOPs of the compiled step, and exit; needs neither data nor --workdir.')
+flags.DEFINE_string('profile_steps', None, 'train: FIRST:LAST, the steps to trace into '
+                    'WORKDIR/profile, for TensorBoard.')
 flags.DEFINE_string('source', None, 'convert, evaluate, score: a .pt file, a run, or one '
                     'step of it; without it, evaluate and score use --workdir.')
 flags.DEFINE_string('destination', None, 'convert: a new run, or a .pt file.')
@@ -33,11 +37,11 @@ flags.DEFINE_string('judge', None, 'evaluate: judge the texts of the model inste
                     'run of this project, or a Hugging Face causal LM, hf:NAME.')
 flags.DEFINE_string('sampler', None, 'sample, infill: parallel, sequential, speculative '
                     'or adaptive; short for --config.sample.sampler.')
-flags.DEFINE_enum('suite', 'samplers', ('samplers', 'encoder', 'prepare'),
+flags.DEFINE_enum('suite', 'samplers', ('samplers', 'encoder', 'prepare', 'compile', 'attention'),
                   'bench: what to measure.')
 # The flags that belong to some modes alone.
 MODE_FLAGS = {
-    'train': ('config', 'workdir', 'overwrite'),
+    'train': ('config', 'workdir', 'overwrite', 'dry_run', 'profile_steps'),
     'evaluate': ('config', 'workdir', 'source', 'tokenizer', 'corpus', 'order', 'judge',
                  'output'),
     'score': ('config', 'workdir', 'source', 'tokenizer', 'text', 'input', 'order', 'output'),

@@ -23,6 +23,10 @@ MASKINGS = ('linear', 'cosine', 'count')
 SAMPLERS = ('parallel', 'sequential', 'speculative', 'adaptive')
 SCHEDULES = ('linear', 'cosine')
 POLICIES = ('confidence', 'entropy', 'margin')
+ATTENTIONS = ('auto', 'dense', 'blocked', 'cudnn', 'splash')
+# Of every layer is kept for the backward pass: all; the outputs of its linear layers (attention
+# itself is computed again); or its input alone.
+REMAT = ('none', 'dots', 'full')
 DTYPES = ('float32', 'bfloat16')
 ORDERS = ('left_to_right', 'uniform', 'mixture', 'fixed', 'blockwise')
 INNER_ORDERS = ('fixed', 'random')
@@ -81,6 +85,8 @@ class ModelConfig:
   init_std: float = 0.02  # of the initialiser; 0.02 * sqrt(768 / d) suits small widths
   gate_init: float = 0.0  # initial bias of the AdaLN gates; 0 as the reference, 1 starts faster
   dtype: str = 'float32'  # of matmul inputs; weights, norms, softmax and loss stay float32
+  attention: str = 'auto'  # by platform and length, or dense, blocked, cudnn, splash
+  remat: str = 'none'  # what the backward pass computes again: see REMAT
   scan_layers: bool = True  # one compiled layer run in a loop, or all layers unrolled
   loss_chunk: int = 0  # generation steps whose logits exist at once in the loss; 0: all of them
 
@@ -93,6 +99,8 @@ class ModelConfig:
     check_choice('model.target_injection', self.target_injection, INJECTIONS)
     check_choice('model.norm', self.norm, NORMS)
     check_choice('model.initializer', self.initializer, INITIALIZERS)
+    check_choice('model.attention', self.attention, ATTENTIONS)
+    check_choice('model.remat', self.remat, REMAT)
     check_choice('model.dtype', self.dtype, DTYPES)
     check(self.init_std > 0, 'model.init_std', self.init_std, 'must be positive')
     check(self.rotary_base > 1, 'model.rotary_base', self.rotary_base, 'must be above 1')
@@ -230,6 +238,7 @@ class TrainConfig:
   eval_every: int = 1000  # 0: only at the end
   checkpoint_every: int = 1000  # 0: only at the end
   keep_checkpoints: int = 2
+  compilation_cache: str = ''  # empty: WORKDIR/compilation_cache; or a directory, or 'off'
   wandb_project: str = ''  # empty: no Weights & Biases
 
   def __post_init__(self):
@@ -374,9 +383,9 @@ class Config:
 
 # Fields that may change when a run is continued: they do not touch the weights that come out.
 FREE_FIELDS = ('train.num_steps', 'train.log_every', 'train.eval_every', 'train.checkpoint_every',
-               'train.keep_checkpoints', 'train.wandb_project', 'eval.', 'sample.', 'mesh.',
-               'data.directory', 'data.workers', 'data.validation', 'model.scan_layers',
-               'model.loss_chunk')
+               'train.keep_checkpoints', 'train.wandb_project', 'train.compilation_cache', 'eval.',
+               'sample.', 'mesh.', 'data.directory', 'data.workers', 'data.validation',
+               'model.scan_layers', 'model.loss_chunk', 'model.attention', 'model.remat')
 
 
 def default() -> ml_collections.ConfigDict:
@@ -389,6 +398,7 @@ def paper() -> ml_collections.ConfigDict:
   config = default()
   config.model.dtype = 'bfloat16'
   config.model.loss_chunk = 128
+  config.model.remat = 'dots'
   # OpenWebText has one split; 100,000 documents are held out, as is usual.
   config.data.train = 'openwebtext#split=train[:-100000]'
   config.data.validation = 'openwebtext#split=train[-100000:]'

@@ -38,7 +38,7 @@ def _path(text: str) -> pathlib.Path:
 def _run() -> None:
   mode = FLAGS.mode
   allowed = cli_flags.MODE_FLAGS[mode]
-  alone = FLAGS.suite in ('encoder', 'prepare') or (mode == 'score' and FLAGS.source)
+  alone = FLAGS.dry_run or FLAGS.suite != 'samplers' or (mode == 'score' and FLAGS.source)
   needed = allowed[:1] if alone else allowed[:2]
   flag_parsing.check_given(mode, needed, {f for fs in cli_flags.MODE_FLAGS.values() for f in fs} -
                            set(allowed))
@@ -51,9 +51,11 @@ def _run() -> None:
     values['sample'] = dict(values['sample']) | {'sampler': FLAGS.sampler}
   config = config_lib.from_dict(values)
   workdir = _path(FLAGS.workdir or '.')
-  job = importlib.import_module(f'aogpt_jax.jobs.{mode}')
+  job = importlib.import_module(f'aogpt_jax.jobs.{"dry_run" if FLAGS.dry_run else mode}')
+  if FLAGS.dry_run:
+    return job.run(config)
   if mode == 'train':
-    return job.run(config, workdir, overwrite=FLAGS.overwrite)
+    return job.run(config, workdir, FLAGS.overwrite, FLAGS.profile_steps or '')
   if mode == 'bench':
     return job.run(config, workdir, FLAGS.suite)
   source = _path(FLAGS.source) if FLAGS.source else workdir

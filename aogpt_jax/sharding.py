@@ -3,8 +3,10 @@
 Modules know nothing of this: one table maps parameter paths to PartitionSpecs, XLA does the rest.
 """
 
+import functools
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -101,6 +103,80 @@ def state_shardings(mesh: Mesh, abstract_state: Any) -> Any:
             for i, axis in enumerate(spec)]
     return NamedSharding(mesh, P(*spec))
   return jax.tree.map_with_path(leaf, abstract_state)
+
+
+class Placement(NamedTuple):
+  """Where one parameter lies: its path, shape, spec, and bytes in all and on one device."""
+
+  path: str
+  shape: tuple[int, ...]
+  spec: P
+  num_bytes: int
+  device_bytes: int
+
+
+def placements(mesh: Mesh, arrays: Any) -> list[Placement]:
+  """One a leaf of a tree of parameters, or of another that mirrors it; abstract ones will do."""
+  rows, shardings = [], state_shardings(mesh, arrays)
+  for (path, array), sharding in zip(jax.tree.leaves_with_path(arrays), jax.tree.leaves(shardings)):
+    size = lambda shape, array=array: int(np.prod(shape)) * array.dtype.itemsize
+    rows.append(Placement(_path_name(path), array.shape, sharding.spec, size(array.shape),
+                          size(sharding.shard_shape(array.shape))))
+  return rows
+
+
+def table(rows: list[Placement]) -> str:
+  """Markdown: the partition rules as they fall on a model and a mesh."""
+  lines = ['| parameter | shape | spec | bytes | bytes a device |', '|---|---|---|---|---|']
+  return '\n'.join(lines + [
+      f'| {r.path} | {"×".join(map(str, r.shape))} | {r.spec} | {r.num_bytes:,} | '
+      f'{r.device_bytes:,} |' for r in rows])
+
+
+def describe(mesh: Mesh, params: Any) -> str:
+  """Where the weights lie: one line on one device, else the table."""
+  if mesh.size == 1:
+    return 'partition: one device holds every parameter whole'
+  return f'partition over {dict(mesh.shape)}:\n' + table(placements(mesh, params))
+
+
+def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+  """`function`, traced with `mesh` in context, where `constrain_rows` and kernels find it."""
+  @functools.wraps(function)
+  def traced(*args):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return function(*args)
+  return traced
+
+
+def constrain(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
+  """Tells XLA how x lies on the mesh in context; x itself where there are not several devices.
+
+  An axis of x that does not divide is left whole.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1:
+    return x
+  size = lambda axes: int(np.prod([mesh.shape[a] for a in np.atleast_1d(axes)]))
+  return jax.lax.with_sharding_constraint(x, P(*[
+      axes if axes and x.shape[i] % size(axes) == 0 else None for i, axes in enumerate(spec)]))
+
+
+def constrain_rows(x: jax.Array, axis: int = 0) -> jax.Array:
+  """Tells XLA that `axis` of x holds rows of the batch, over data and fsdp.
+
+  XLA's own choice is poor where two axes compete for one mesh axis: rows with the width of the
+  weights under fsdp (it would move activations, not weights), micro-batches with their rows.
+  """
+  return constrain(x, *[None] * axis, ('data', 'fsdp'))
+
+
+def take_rows(table: jax.Array, index: jax.Array, divided: str | None = None) -> jax.Array:
+  """table[index], (rows, …) and (B, T) -> (B, T, …), with the rows of the batch where they belong.
+
+  The table is brought together first, but for a division of its rows over the axis `divided`.
+  """
+  return constrain_rows(constrain(table, divided)[index])
 
 
 def global_array(local_rows: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -10,9 +10,9 @@ Variants:
 
 Meant for eight devices of 80 GB as data × fsdp × tensor = 8 × 1 × 1 (the default mesh), 4 sequences
 each in a micro-batch; on one device add --config.train.accumulation=128 (256 for released).
-Activations take about 8 GB a sequence by XLA's plan for a CPU; this was not measured on an
-accelerator. The paper's training hardware is not known to us; its generation speed was measured on
-one H800.
+A step takes about 1.6 GB a sequence beside the state, by XLA's plan for a CPU (--dry_run); this was
+not measured on an accelerator. The paper's training hardware is not known to us; its generation
+speed was measured on one H800.
 
 Expected zero-shot perplexity on LAMBADA, WikiText2, PTB, WikiText103, 1BW:
   left to right      42.44  31.52   87.56  30.86  50.23

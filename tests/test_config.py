@@ -104,7 +104,8 @@ def test_every_field_is_either_free_or_forbids_continuing():
       'train.log_every', 'train.eval_every', 'train.checkpoint_every', 'train.keep_checkpoints',
       'train.wandb_project', 'mesh.data', 'mesh.fsdp', 'mesh.tensor',
       'data.directory', 'data.workers', 'data.validation',
-      'model.scan_layers', 'model.loss_chunk',
+      'model.scan_layers', 'model.loss_chunk', 'model.attention', 'model.remat',
+      'train.compilation_cache',
       *(f'eval.{f.name}' for f in dataclasses.fields(config_lib.EvalConfig)),
       *(f'sample.{f.name}' for f in dataclasses.fields(config_lib.SampleConfig))}
 

@@ -12,7 +12,7 @@ from flax import nnx
 from aogpt_jax import config as config_lib, sharding
 from aogpt_jax.config import MeshConfig
 from aogpt_jax.errors import UserError
-from aogpt_jax.training import step as step_lib
+from aogpt_jax.training import plan, step as step_lib
 
 CONFIG = config_lib.Config(
     model=config_lib.ModelConfig(
@@ -37,12 +37,20 @@ def _shardings(*sizes):
 
 
 @functools.cache
+def _compiled(*sizes):
+  """The step of a mesh."""
+  mesh, shardings, abstract = _shardings(*sizes)
+  step = step_lib.jit_step(_recipe(), shardings, sharding.batch_sharding(mesh))
+  return step.lower(abstract, jax.ShapeDtypeStruct((16, 8), 'int32')).compile()
+
+
+@functools.cache
 def _train(*sizes):
-  """Losses of 5 updates, and the most bytes of the state that one device holds."""
+  """Losses of 5 updates, the most bytes of the state that one device holds, and the weights."""
   mesh, shardings, _ = _shardings(*sizes)
   state = jax.jit(lambda: step_lib.init_state(_recipe()), out_shardings=shardings)()
   rows = sharding.batch_sharding(mesh)
-  step = step_lib.jit_step(_recipe(), shardings, rows)
+  step = _compiled(*sizes)
   losses = []
   for seed in range(5):
     tokens = np.random.default_rng(seed).integers(0, 32, (16, 8)).astype(np.int32)
@@ -50,15 +58,48 @@ def _train(*sizes):
     losses.append(float(metrics['nats_per_token']))
   of_device = lambda d: sum(shard.data.nbytes for leaf in jax.tree.leaves(state)
                             for shard in leaf.addressable_shards if shard.device == d)
-  return np.array(losses), max(map(of_device, mesh.devices.flat))
+  weights = jax.tree.map(np.asarray, state.params)
+  return np.array(losses), max(map(of_device, mesh.devices.flat)), weights
 
 
-@pytest.mark.parametrize('sizes', [(8, 1, 1), (2, 2, 2), (1, 8, 1)])
+@pytest.mark.parametrize('sizes', [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)])
 def test_five_updates_are_those_of_one_device(sizes):
-  """With dropout, micro-batches and a chunked loss; the losses move, so the weights do."""
-  losses, _ = _train(*sizes)
-  np.testing.assert_allclose(losses, _train(1, 1, 1)[0], rtol=0, atol=1e-5)
+  """With dropout, micro-batches and a chunked loss; the losses move, and the weights agree."""
+  losses, _, weights = _train(*sizes)
+  want, _, want_weights = _train(1, 1, 1)
+  np.testing.assert_allclose(losses, want, rtol=0, atol=1e-5)
   assert len(set(losses.round(3))) == 5
+  for path, array in jax.tree.leaves_with_path(weights):
+    np.testing.assert_allclose(array, functools.reduce(lambda t, k: t[k.key], path, want_weights),
+                               rtol=0, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize(('sizes', 'rows'), [((8, 1, 1), 1), ((1, 8, 1), 1), ((2, 2, 2), 2)])
+def test_a_device_computes_its_own_rows_of_every_micro_batch(sizes, rows):
+  """8 rows a micro-batch: the residual stream of a device has 8 / (data x fsdp) of them."""
+  shapes = set(re.findall(r'f32\[(\d+),8,32\]', _compiled(*sizes).as_text()))  # rows, n, d
+  assert str(rows) in shapes and not shapes & {'8', '16'}
+  assert 'f32[8,8,32]' in _compiled(1, 1, 8).as_text()
+
+
+def test_heads_and_vocabulary_are_divided_over_tensor():
+  """2 rows a device: half of 4 heads of width 8, half of 32 ids in a chunk of 3 steps."""
+  program = _compiled(2, 2, 2).as_text()
+  assert 'f32[2,8,3,2,8]' in program and 'f32[2,8,3,4,8]' not in program
+  assert 'f32[2,3,16]' in program
+
+
+def test_the_state_of_medium_is_an_eighth_a_device_under_fsdp():
+  """Weights, average and moments, from the shapes of the shards; norms and biases are whole."""
+  config = dataclasses.replace(CONFIG, model=config_lib.ModelConfig(
+      num_layers=24, num_heads=16, embed_dim=1024))
+  state = plan.abstract_state(config)
+  for sizes in ((1, 8, 1), (8, 1, 1)):
+    mesh = sharding.make_mesh(MeshConfig(*sizes))
+    for name, (whole, part) in plan.state_bytes(mesh, state).items():
+      assert whole == 4 * 425_583_744 * (2 if name == 'optimizer' else 1) + (
+          8 if name == 'optimizer' else 0)  # two counters
+      assert 7.95 < whole / part <= 8 if sizes[1] == 8 else whole == part, name
 
 
 def test_an_encoder_s_updates_are_those_of_one_device():

@@ -40,6 +40,7 @@ def make_step_nll(graphdef: nnx.GraphDef, param_shardings: Any, mesh: jax.shardi
 
   @functools.partial(jax.jit, static_argnums=4, in_shardings=(param_shardings, rows, rows, rows),
                      out_shardings=sharding_lib.replicated(mesh))
+  @functools.partial(sharding_lib.on_mesh, mesh)
   def step_nll(params, tokens, orders, at, length):
     return objective.step_nll(nnx.merge(graphdef, params), tokens, orders, at, length)
 

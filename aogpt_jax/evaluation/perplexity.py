@@ -61,7 +61,8 @@ def make_block_nll(graphdef: nnx.GraphDef, param_shardings: Any, mesh: jax.shard
                    ) -> Callable[..., jax.Array]:
   """Compiles f(params, tokens, orders or Masks) -> (B, n) float32 nats: `objective.loss_terms`."""
   rows = sharding_lib.batch_sharding(mesh)
-  return jax.jit(lambda params, *batch: objective.loss_terms(nnx.merge(graphdef, params), *batch),
+  nll = lambda params, *batch: objective.loss_terms(nnx.merge(graphdef, params), *batch)
+  return jax.jit(sharding_lib.on_mesh(mesh, nll),
                  in_shardings=(param_shardings, rows, rows),
                  out_shardings=sharding_lib.replicated(mesh))
 

@@ -2,7 +2,8 @@
 
 Suites: `samplers`, a trained run through sequential and speculative sampling; `encoder`, a decoder
 against the masked encoder of the same widths at the same steps (paper Figure 4); `prepare`, the
-tokenizing and packing of data.train against a plain loop in one process.
+tokenizing and packing of data.train against a plain loop in one process; `compile`, compile time
+and memory of the training step, by layers and remat; `attention`, dense against blocked.
 """
 
 import dataclasses
@@ -17,11 +18,20 @@ import jax
 import numpy as np
 from flax import nnx
 
-from aogpt_jax import keys, lm as lm_lib, model as model_lib, orders as orders_lib, sampling
-from aogpt_jax.config import Config, check
+from aogpt_jax import (
+  keys,
+  lm as lm_lib,
+  model as model_lib,
+  orders as orders_lib,
+  sampling,
+  sharding as sharding_lib,
+)
+from aogpt_jax.config import REMAT, Config, MeshConfig, check
 from aogpt_jax.data import corpora, packing, shards, tokenizers, workers as workers_lib
 from aogpt_jax.jobs import prepare as prepare_job
+from aogpt_jax.model import attention
 from aogpt_jax.sampling import parallel
+from aogpt_jax.training import plan as plan_lib
 
 REPEATS = 3
 
@@ -41,6 +51,11 @@ def interleaved(runs: dict[str, Callable[[], Any]], warm_up: bool = True,
 
 def _seconds(times: list[float]) -> str:
   return f'{np.median(times):.2f} ({min(times):.2f}–{max(times):.2f})'
+
+
+def _milliseconds(times: list[float]) -> str:
+  low, middle, high = (1e3 * f(times) for f in (min, np.median, max))
+  return f'{middle:.1f} ({low:.1f}–{high:.1f})'
 
 
 def samplers(lm: lm_lib.LanguageModel, config: Config) -> str:
@@ -136,6 +151,54 @@ def prepare(config: Config) -> str:
   return '\n'.join([*lines, f'\nplain loop / prepare = {ratio:.2f}'])
 
 
+def attention_(config: Config) -> str:
+  """Forward and backward of dense and of blocked attention by length, as a table."""
+  lines = [f'{config.model.num_heads} heads of width {config.model.head_dim}, float32, forward and '
+           f'backward; median of {REPEATS} interleaved runs (range)\n',
+           '| rows × length | dense, ms | blocked, ms | dense / blocked |', '|---|---|---|---|']
+  for length in (128, 256, 512, 1024):
+    rows = 1024 // length
+    shape = (rows, length, config.model.num_heads, config.model.head_dim)
+    inputs = [jax.random.normal(jax.random.key(i), shape) for i in range(3)]
+    runs = {}
+    for name in ('dense', 'blocked'):
+      loss = lambda q, k, v, name=name: (attention.attend(q, k, v, None, backend=name) ** 2).sum()
+      run = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+      runs[name] = lambda run=run, inputs=inputs: run(*inputs)
+    times = interleaved(runs)
+    ratio = np.median(times['dense']) / np.median(times['blocked'])
+    lines.append(f'| {rows} × {length} | {_milliseconds(times["dense"])} | '
+                 f'{_milliseconds(times["blocked"])} | {ratio:.2f} |')
+  return '\n'.join(lines)
+
+
+def compile_(config: Config) -> str:
+  """Compile time by number of layers, and memory by remat, of the training step, as two tables.
+
+  Nothing is run. The step has the widths of `config`, one micro-batch of 8 rows, and one device.
+  """
+  mesh = sharding_lib.make_mesh(MeshConfig(), jax.devices()[:1])
+  train = dataclasses.replace(config.train, batch_size=8, accumulation=1)
+
+  def plan(quick: bool = True, **changes: Any) -> plan_lib.Plan:
+    model = dataclasses.replace(config.model, **changes)
+    return plan_lib.plan_step(dataclasses.replace(config, model=model, train=train), mesh, quick)
+
+  lines = ['| layers | traced, s | compiled, s |', '|---|---|---|']
+  seconds = {}
+  for layers in (4, 24):
+    found = plan(quick=False, num_layers=layers)
+    seconds[layers] = found.compile_seconds
+    lines.append(f'| {layers} | {found.lower_seconds:.1f} | {found.compile_seconds:.1f} |')
+  lines += [f'\n24 layers / 4 layers = {seconds[24] / seconds[4]:.2f}\n',
+            f'Temporary memory of {config.model.num_layers} layers, 8 rows:\n',
+            '| attention | remat | GB |', '|---|---|---|']
+  for backend, remat in (('dense', 'none'), *((config.model.attention, r) for r in REMAT)):
+    size = plan(attention=backend, remat=remat).temporary_bytes
+    lines.append(f'| {backend} | {remat} | {size / 1e9:.2f} |')
+  return '\n'.join(lines)
+
+
 def run(config: Config, workdir: pathlib.Path, suite: str) -> None:
   """Prints the machine, the versions and the table of one suite."""
   device = jax.devices()[0]
@@ -145,4 +208,5 @@ def run(config: Config, workdir: pathlib.Path, suite: str) -> None:
   if suite == 'samplers':
     print(samplers(lm_lib.load(workdir), config))
   else:
-    print({'encoder': encoder, 'prepare': prepare}[suite](config))
+    print({'encoder': encoder, 'prepare': prepare, 'compile': compile_,
+           'attention': attention_}[suite](config))

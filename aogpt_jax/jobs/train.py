@@ -25,14 +25,15 @@ from aogpt_jax.config import Config
 from aogpt_jax.data import tokenizers
 from aogpt_jax.errors import UserError
 from aogpt_jax.jobs import prepare, sample
-from aogpt_jax.training import checkpoints, loop, metrics, step as step_lib
+from aogpt_jax.training import checkpoints, loop, metrics, step as step_lib, telemetry
 
 log = logging.getLogger(__name__)
 
 # What makes a run; --overwrite deletes these and nothing else. Packed blocks in data/ stay: they
 # lie under a hash of what they were made of, so another run cannot mistake them for its own.
+# Compiled programs in compilation_cache/ stay for the same reason.
 RUN_FILES = ('config.json', 'tokenizer.model', 'metrics.jsonl', 'tensorboard', 'checkpoints',
-             'evaluation.json', 'evaluation.md', 'evaluation')
+             'profile', 'evaluation.json', 'evaluation.md', 'evaluation')
 
 
 def _make_workdir(workdir: pathlib.Path) -> None:
@@ -97,6 +98,11 @@ def _check_before_work(config: Config) -> jax.sharding.Mesh:
   if config.train.wandb_project and not importlib.util.find_spec('wandb'):
     raise UserError(f'train.wandb_project={config.train.wandb_project!r}: wandb is not installed; '
                     "pip install 'aogpt_jax[wandb]'")
+  return check_mesh(config)
+
+
+def check_mesh(config: Config) -> jax.sharding.Mesh:
+  """The mesh of a config, once its batches are known to divide over it."""
   mesh = sharding_lib.make_mesh(config.mesh)
   micro_batch = config.train.batch_size // config.train.accumulation
   name = 'train.batch_size' + ('/accumulation' if config.train.accumulation > 1 else '')
@@ -144,24 +150,29 @@ def _scalars(estimates: list[evaluation.Estimate]) -> dict[str, float]:
   return scalars
 
 
-def run(config: Config, workdir: pathlib.Path, overwrite: bool = False) -> None:
+def run(config: Config, workdir: pathlib.Path, overwrite: bool = False,
+        profile_steps: str = '') -> None:
   """Trains, or continues, the run of `config` in `workdir`; then evaluates and samples.
+
+  `profile_steps`, FIRST:LAST, are traced into WORKDIR/profile.
 
   Raises:
     UserError: for a bad config, corpus or directory, a damaged checkpoint, or a loss that is not
       finite. Nothing of an earlier run is lost, unless `overwrite` is set.
   """
+  profiler = telemetry.Profiler(telemetry.parse_steps(profile_steps), workdir / 'profile')
   mesh = _check_before_work(config)
   _make_workdir(workdir)
   lock = _only_run(workdir) if jax.process_index() == 0 else contextlib.nullcontext()
   with lock, loop.StopRequest() as stop:
     _check_workdir(config, workdir, overwrite)
     print(f'Config:\n{config_lib.to_json(config)}', flush=True)
-    _run(config, workdir, mesh, stop)
+    with telemetry.compilation_cache(config.train.compilation_cache, workdir):
+      _run(config, workdir, mesh, stop, profiler)
 
 
 def _run(config: Config, workdir: pathlib.Path, mesh: jax.sharding.Mesh, stop: loop.StopRequest,
-         ) -> None:
+         profiler: telemetry.Profiler) -> None:
   tokenizer = _tokenizer(config, workdir)
   train, validation = prepare.blocks(config, workdir, tokenizer)
   recipe = step_lib.make_recipe(config)
@@ -180,6 +191,7 @@ def _run(config: Config, workdir: pathlib.Path, mesh: jax.sharding.Mesh, stop: l
   num_params = sum(p.size for p in jax.tree.leaves(state.params))
   log.info('%s parameters; %s training blocks of %d tokens; mesh %s', f'{num_params:,}',
            f'{train.num_blocks:,}', config.model.context_length, dict(mesh.shape))
+  log.info('%s', sharding_lib.describe(mesh, state.params))
   # Only here, after every check: a start that failed must not bind the directory to its mistake.
   _start_run(config, tokenizer, workdir)
   writer = metrics.MetricWriter(config, workdir, start)
@@ -188,7 +200,8 @@ def _run(config: Config, workdir: pathlib.Path, mesh: jax.sharding.Mesh, stop: l
     saver = checkpoints.CheckpointWriter(directory, config.train.keep_checkpoints, data_state)
     state = loop.fit(
         config, state, step_lib.jit_step(recipe, shardings, batch_sharding), batches,
-        batch_sharding, writer, saver, lambda ema: _scalars(estimate(ema, every_order=False)), stop)
+        batch_sharding, writer, saver, lambda ema: _scalars(estimate(ema, every_order=False)), stop,
+        profiler)
     if int(state.step) >= config.train.num_steps:
       _finish(config, workdir, state, estimate, writer, train, validation_blocks, start)
   finally:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from aogpt_jax.model import attention_backends as backends
+
 
 class Past(NamedTuple):
   """Cached keys and values of one layer, and who may see what.
@@ -43,17 +45,23 @@ def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, past: Past | None,
-           causal: bool = True) -> jax.Array:
+           causal: bool = True, backend: str = 'auto') -> jax.Array:
   """Softmax attention with scale 1/sqrt(K); scores and softmax in float32.
 
   Args:
     query, key, value: (B, T, H, K) of the new items.
     past: None for attention among the new items; else the cache and its masks.
     causal: without `past`, whether item t sees only the items up to t, or all of them.
+    backend: config.model.attention; see `attention_backends.choose`.
 
   Returns:
     (B, T, H, K) in the dtype of `value`.
   """
+  name = backends.choose(backend, query, causal, past is not None, jax.default_backend())
+  if name == 'blocked':
+    return backends.blocked(query, key, value)
+  if name != 'dense':
+    return {'cudnn': backends.cudnn, 'splash': backends.splash}[name](query, key, value, causal)
   if past is None:
     return jax.nn.dot_product_attention(query, key, value, is_causal=causal)
   # Two score blocks under one softmax: concatenating the cache itself would copy it at every step.

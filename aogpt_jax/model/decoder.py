@@ -14,6 +14,7 @@ from aogpt_jax.errors import UserError
 from aogpt_jax.model.attention import Past
 from aogpt_jax.model.layers import Block, embedding, linear, modulate
 from aogpt_jax.model.stack import Stack
+from aogpt_jax.sharding import take_rows
 
 NONE_POSITION = -1  # own position of the item before the first token, [NONE]
 
@@ -107,9 +108,13 @@ class AOGPT(Stack):
   def embed(self, items: Items) -> jax.Array:
     """Sum of token (or [NONE]), position and, if injected here, target: (B, T, d) float32."""
     is_none = (items.position == NONE_POSITION)[..., None]
-    token = jnp.where(is_none, self.none_embedding.embedding[0], self.token_embedding(items.token))
-    x = token + self.position_embedding(items.position + 1)
-    return x + self._condition()[items.target] if self.config.target_injection == 'input' else x
+    none = self.none_embedding.embedding[0]
+    token = jnp.where(is_none, none, take_rows(
+        self.token_embedding.embedding[...], items.token, 'tensor'))
+    x = token + take_rows(self.position_embedding.embedding[...], items.position + 1)
+    if self.config.target_injection != 'input':
+      return x
+    return x + take_rows(self._condition(), items.target)
 
   def final_table(self) -> jax.Array | None:
     """adaln: modulation vectors of the final norm for every target position, (P, 2, d)."""
@@ -122,7 +127,8 @@ class AOGPT(Stack):
     x = self.final_norm(x)
     if final_table is None:
       return x
-    return modulate(x, *jnp.moveaxis(final_table[target].astype(jnp.float32), 2, 0))
+    rows = take_rows(final_table, target).astype(jnp.float32)
+    return modulate(x, *jnp.moveaxis(rows, 2, 0))
 
   def unstack(self) -> Unstacked:
     """Takes the layers out of the stack and computes their tables of targets."""

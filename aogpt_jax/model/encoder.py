@@ -11,6 +11,7 @@ from flax import nnx
 from aogpt_jax.config import ModelConfig
 from aogpt_jax.model.layers import embedding
 from aogpt_jax.model.stack import Stack
+from aogpt_jax.sharding import take_rows
 
 
 class MaskedEncoder(Stack):
@@ -49,7 +50,8 @@ class MaskedEncoder(Stack):
     """As `__call__`, without the head: (B, n, d)."""
     self.check_length(tokens.shape[1])
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = self.token_embedding(jnp.where(masked, self.config.vocab_size, tokens))
+    ids = jnp.where(masked, self.config.vocab_size, tokens)
+    x = take_rows(self.token_embedding.embedding[...], ids, 'tensor')
     if self.config.position_encoding == 'learned':
-      x = x + self.position_embedding(position)
+      x = x + take_rows(self.position_embedding.embedding[...], position)
     return self.final_norm(self.run_blocks(x, position, position, None, key))

@@ -8,9 +8,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from aogpt_jax.config import ModelConfig
 from aogpt_jax.model import attention
+from aogpt_jax.sharding import take_rows
+
+LINEAR = 'linear'  # name of what the linear layers return
 
 
 def initializer(config: ModelConfig, std: float) -> jax.nn.initializers.Initializer:
@@ -55,7 +59,8 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def _dot_general(x, kernel, dimension_numbers, **unused):
-  return matmul(x, kernel, len(dimension_numbers[0][1]))
+  # The name is for config.remat: a policy does not see the product inside a custom gradient.
+  return checkpoint_name(matmul(x, kernel, len(dimension_numbers[0][1])), LINEAR)
 
 
 def linear(config: ModelConfig, in_features: int | tuple[int, ...],
@@ -117,7 +122,8 @@ class Attention(nnx.Module):
       key = attention.rotate(key, position, config.rotary_base)
     query, key = query.astype(dtype), key.astype(dtype)
     causal = config.architecture == 'decoder'
-    return self.out(attention.attend(query, key, value, past, causal)), (key, value)
+    y = attention.attend(query, key, value, past, causal, config.attention)
+    return self.out(y), (key, value)
 
 
 def _gate_bias(value: float) -> jax.nn.initializers.Initializer:
@@ -178,7 +184,7 @@ class Block(nnx.Module):
     """Returns x with what is added to it, and (shift, scale, gate) of both branches."""
     if table is None:
       return x, PLAIN
-    rows = table[target].astype(jnp.float32)
+    rows = take_rows(table, target).astype(jnp.float32)
     return (x, jnp.moveaxis(rows, 2, 0)) if self.injection == 'adaln' else (x + rows, PLAIN)
 
   def __call__(self, x: jax.Array, table: jax.Array | None, position: jax.Array, target: jax.Array,

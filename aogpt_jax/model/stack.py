@@ -9,7 +9,14 @@ from flax import nnx
 
 from aogpt_jax.config import ModelConfig
 from aogpt_jax.errors import UserError
-from aogpt_jax.model.layers import Block, linear, make_norm, matmul
+from aogpt_jax.model.layers import LINEAR, Block, linear, make_norm, matmul
+from aogpt_jax.sharding import constrain_rows
+
+# What of a layer is kept for its backward pass, by config.remat.
+POLICIES = {
+    'dots': jax.checkpoint_policies.save_only_these_names(LINEAR),
+    'full': jax.checkpoint_policies.nothing_saveable,
+}
 
 
 class Stack(nnx.Module):
@@ -57,14 +64,19 @@ class Stack(nnx.Module):
     """
     graphdef, stacked = nnx.split(self.blocks)
     embed_key, blocks_key = (None, None) if key is None else jax.random.split(key)
+    x = constrain_rows(x)
     x = self.dropout(x, deterministic=key is None, rngs=embed_key)
 
     def run(x, layer):
       state, layer_key = layer
       block = nnx.merge(graphdef, state)
       x, _ = block(x, block.table(condition), position, target, key=layer_key)
-      return x, None
+      return constrain_rows(x), None
 
+    if self.config.remat != 'none':
+      # In a loop XLA cannot merge the second computation with the first; written out, it would.
+      run = jax.checkpoint(run, policy=POLICIES[self.config.remat],
+                           prevent_cse=not self.config.scan_layers)
     num_layers = self.config.num_layers
     layer_keys = None if key is None else jax.random.split(blocks_key, num_layers)
     unroll = 1 if self.config.scan_layers else num_layers

@@ -12,7 +12,7 @@ import numpy as np
 from aogpt_jax import sharding as sharding_lib
 from aogpt_jax.config import Config
 from aogpt_jax.errors import UserError
-from aogpt_jax.training import checkpoints, metrics
+from aogpt_jax.training import checkpoints, metrics, telemetry
 from aogpt_jax.training.step import TrainState
 
 log = logging.getLogger(__name__)
@@ -81,8 +81,8 @@ class _Meter:
       tokens = (step - self._since[0]) * c.train.batch_size * c.model.context_length
       rate = tokens / (now - self._since[1])
       scalars['train/tokens_per_second'] = rate
-      if peak := metrics.peak_flops():
-        scalars['train/mfu'] = rate * metrics.flops_per_token(c.model) / peak
+      if (mfu := telemetry.mfu(rate, c.model)) is not None:
+        scalars['train/mfu'] = mfu
     self._since = step, now
     return scalars
 
@@ -94,7 +94,8 @@ class _Meter:
 def fit(config: Config, state: TrainState, step_fn: Callable[..., Any], batches: Iterator,
         batch_sharding: jax.sharding.Sharding, writer: metrics.MetricWriter,
         saver: checkpoints.CheckpointWriter,
-        validate: Callable[[Any], dict[str, float]], stop: StopRequest) -> TrainState:
+        validate: Callable[[Any], dict[str, float]], stop: StopRequest,
+        profiler: telemetry.Profiler) -> TrainState:
   """Trains from `state.step` to config.train.num_steps, or until `stop` is requested.
 
   Args:
@@ -106,6 +107,7 @@ def fit(config: Config, state: TrainState, step_fn: Callable[..., Any], batches:
     writer, saver: where metrics and checkpoints go.
     validate: EMA params -> scalars by name; called every config.train.eval_every steps.
     stop: asked after every step.
+    profiler: traces the steps it was made for.
 
   Returns:
     The last state. It has been saved.
@@ -115,30 +117,36 @@ def fit(config: Config, state: TrainState, step_fn: Callable[..., Any], batches:
   """
   train, start = config.train, int(state.step)
   progress = metrics.Progress(train.num_steps, start)
-  meter = _Meter(config, saver.directory)
+  meter, clock = _Meter(config, saver.directory), telemetry.Clock()
   saved = start if start in checkpoints.finished_steps(saver.directory) else None
   due = lambda step, every: every and step % every == 0
   step = start
   try:
     while step < train.num_steps and not stop.requested:
-      tokens = sharding_lib.global_array(next(batches), batch_sharding)
-      state, device_metrics = step_fn(state, tokens)
       step += 1
-      meter.push(step, device_metrics)
+      with profiler.step(step):
+        with clock.measure('data_wait'):
+          tokens = sharding_lib.global_array(next(batches), batch_sharding)
+        with clock.measure('step'):  # push() waits for the step before this one
+          state, device_metrics = step_fn(state, tokens)
+          meter.push(step, device_metrics)
       progress.advance()
       if step % train.log_every == 0 or step == train.num_steps:
-        meter.settle()
-        scalars = meter.with_rates(step)
+        with clock.measure('step'):
+          meter.settle()
+        scalars = meter.with_rates(step) | clock.take()
         writer.write(step, scalars)
         progress.report(step, train.num_steps, scalars)
       if due(step, train.checkpoint_every) and step < train.num_steps:
-        meter.settle()
-        saver.save(state)
+        with clock.measure('checkpoint'):
+          meter.settle()
+          saver.save(state)
         saved = step
         meter.pause()
       if due(step, train.eval_every) and step < train.num_steps:
-        meter.settle()
-        scalars = validate(state.ema)
+        with clock.measure('eval'):
+          meter.settle()
+          scalars = validate(state.ema)
         writer.write(step, scalars)
         progress.say(f'step {step}  ' + '  '.join(
             f'{name} {value:.2f}' for name, value in scalars.items() if 'perplexity' in name))
@@ -149,6 +157,7 @@ def fit(config: Config, state: TrainState, step_fn: Callable[..., Any], batches:
     saver.wait()
   finally:
     progress.close()
+    profiler.close()
   if stop.requested and step < train.num_steps:
     log.info('asked to stop: step %d is saved in %s', step, saver.directory)
   return state

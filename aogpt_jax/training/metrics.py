@@ -10,44 +10,9 @@ from typing import Any
 
 import jax
 
-from aogpt_jax.config import Config, ModelConfig, flatten
+from aogpt_jax.config import Config, flatten
 
 log = logging.getLogger(__name__)
-
-# Peak dense bf16 FLOP/s of one chip, by the start of jax's device_kind. Sources: the vendors' data
-# sheets (cloud.google.com/tpu/docs/system-architecture; NVIDIA A100, H100 SXM, H200, B200 sheets).
-PEAK_FLOPS = {
-    'TPU v3': 123e12 / 2,  # jax counts a v3 core, half a chip
-    'TPU v4': 275e12,
-    'TPU v5 lite': 197e12,
-    'TPU v5p': 459e12,
-    'TPU v5': 459e12,
-    'TPU v6 lite': 918e12,
-    'NVIDIA A100': 312e12,
-    'NVIDIA H100': 989e12,
-    'NVIDIA H200': 989e12,
-    'NVIDIA B200': 2250e12,
-}
-
-
-def flops_per_token(config: ModelConfig) -> float:
-  """Matmul FLOPs of forward and backward for one token: 6 a weight, 12·L·n·d for attention.
-
-  The convention of PaLM (arXiv 2204.02311, appendix B), which counts the whole n×n score matrix.
-  Tables (embeddings, modulation) are gathered, not multiplied, and not counted.
-  """
-  c = config
-  weights = c.num_layers * 12 * c.embed_dim**2 + c.embed_dim * c.vocab_size
-  return 6.0 * weights + 12.0 * c.num_layers * c.context_length * c.embed_dim
-
-
-def peak_flops() -> float | None:
-  """Peak FLOP/s of all devices together, None for a kind that PEAK_FLOPS does not list."""
-  devices = jax.devices()
-  for kind, peak in PEAK_FLOPS.items():
-    if devices[0].device_kind.startswith(kind):
-      return peak * len(devices)
-  return None
 
 
 def _truncate_after(path: pathlib.Path, step: int) -> None:

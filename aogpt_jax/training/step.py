@@ -1,5 +1,6 @@
 """One update: tokens and orders (or masks) → NLL → gradient → new state, as pure functions."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,7 +9,14 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from aogpt_jax import keys, masks, model as model_lib, objective, orders as orders_lib
+from aogpt_jax import (
+  keys,
+  masks,
+  model as model_lib,
+  objective,
+  orders as orders_lib,
+  sharding as sharding_lib,
+)
 from aogpt_jax.config import Config
 from aogpt_jax.training import optimizer as optimizer_lib
 
@@ -112,7 +120,10 @@ def train_step(recipe: Recipe, state: TrainState, tokens: jax.Array,
                ) -> tuple[TrainState, dict[str, jax.Array]]:
   """`update` on tokens (B, n) int32, with orders drawn from (seed, step, row of the batch)."""
   draws = draw(recipe, state.step, *tokens.shape)
-  micro = lambda x: x.reshape(recipe.config.train.accumulation, -1, *x.shape[1:])
+  # Every micro-batch is spread over all devices; without being told, XLA gives each device whole
+  # micro-batches, and then computes all rows of each on every device.
+  micro = lambda x: sharding_lib.constrain_rows(
+      x.reshape(recipe.config.train.accumulation, -1, *x.shape[1:]), axis=1)
   return update(recipe, state, micro(tokens), jax.tree.map(micro, draws))
 
 
@@ -120,6 +131,6 @@ def jit_step(recipe: Recipe, state_shardings: TrainState, batch_sharding: Any,
              ) -> Callable[[TrainState, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
   """Compiles `train_step` for a mesh; the old state's memory is reused for the new one."""
   replicated = state_shardings.step
-  return jax.jit(lambda state, tokens: train_step(recipe, state, tokens), donate_argnums=0,
-                 in_shardings=(state_shardings, batch_sharding),
+  step = sharding_lib.on_mesh(replicated.mesh, functools.partial(train_step, recipe))
+  return jax.jit(step, donate_argnums=0, in_shardings=(state_shardings, batch_sharding),
                  out_shardings=(state_shardings, replicated))
