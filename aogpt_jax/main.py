@@ -16,7 +16,7 @@ from typing import Any
 
 from absl import app, flags, logging as absl_logging
 
-from aogpt_jax import cli_flags, config as config_lib, flag_parsing
+from aogpt_jax import cli_flags, config as config_lib, distributed, flag_parsing
 from aogpt_jax.errors import UserError
 
 FLAGS = flags.FLAGS
@@ -42,6 +42,10 @@ def _run() -> None:
   needed = allowed[:1] if alone else allowed[:2]
   flag_parsing.check_given(mode, needed, {f for fs in cli_flags.MODE_FLAGS.values() for f in fs} -
                            set(allowed))
+  distributed.start(FLAGS.distributed, FLAGS.coordinator, FLAGS.num_processes, FLAGS.process_id)
+  if mode == 'drill':
+    job = importlib.import_module('aogpt_jax.jobs.drill')
+    return job.run(_path(FLAGS.workdir))
   if mode == 'convert':
     job = importlib.import_module('aogpt_jax.jobs.convert')
     return job.run(_path(FLAGS.source), _path(FLAGS.destination), FLAGS.context_length,
@@ -53,7 +57,7 @@ def _run() -> None:
   workdir = _path(FLAGS.workdir or '.')
   job = importlib.import_module(f'aogpt_jax.jobs.{mode}')
   if mode == 'train':
-    return job.run(config, workdir, overwrite=FLAGS.overwrite)
+    return job.run(config, workdir, FLAGS.overwrite, FLAGS.allow_older_checkpoint)
   if mode == 'bench':
     return job.run(config, workdir, FLAGS.suite)
   source = _path(FLAGS.source) if FLAGS.source else workdir
@@ -76,6 +80,7 @@ def _run() -> None:
   return job.run(config, workdir, destination)
 
 
+@distributed.ending_together()
 def main(argv: list[str]) -> None:
   """Validates the config, then runs one job; a user's mistake ends in one line and exit code 2."""
   if len(argv) > 1:

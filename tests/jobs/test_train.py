@@ -259,10 +259,10 @@ def test_strange_lines_of_metrics_are_dropped(tmp_path, line):
 
 
 def test_only_unfinished_saves_are_removed(tmp_path):
-  for name in ('00000003', '00000004.orbax-checkpoint-tmp', 'best'):
+  for name in ('00000003', '00000004.orbax-checkpoint-tmp', 'best', 'damaged-00000002'):
     (tmp_path / name).mkdir()
-  checkpoints.remove_unfinished(tmp_path)
-  assert [path.name for path in tmp_path.iterdir()] == ['best']
+  checkpoints._remove_unfinished(tmp_path)
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['best', 'damaged-00000002']
 
 
 @pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
@@ -332,7 +332,7 @@ def test_vocabulary_smaller_than_the_tokenizers(corpus, straight, tmp_path):
   assert not (tmp_path / 'tokenizer.model').exists()
 
 
-@pytest.mark.parametrize('damage', ['flip', 'truncate', 'delete'])
+@pytest.mark.parametrize('damage', ['flip', 'truncate', 'delete', 'manifest'])
 def test_damaged_checkpoint_is_not_used(corpus, tmp_path, damage):
   """One flipped byte, a short file, a missing file: named, with the way back."""
   config = make_config(corpus, train=dict(num_steps=2, checkpoint_every=1))
@@ -346,8 +346,16 @@ def test_damaged_checkpoint_is_not_used(corpus, tmp_path, damage):
     victim.write_bytes(content)
   elif damage == 'truncate':
     victim.write_bytes(content[:-1])
+  elif damage == 'manifest':
+    victim = directory / 'manifest.json'
+    victim.unlink()
   else:
     victim.unlink()
-  with pytest.raises(UserError, match=f'{victim.name}.*damaged.*to continue from step 1'):
+  with pytest.raises(UserError, match=f'{victim.name}.*damaged; --allow_older_checkpoint continues '
+                     'from step 1'):
     train_job.run(config, tmp_path)
   assert directory.exists()
+  train_job.run(config, tmp_path, allow_older_checkpoint=True)
+  assert (tmp_path / 'checkpoints' / 'damaged-00000002' / 'params').is_dir()
+  assert checkpoints.read_manifest(tmp_path / 'checkpoints', 2)['step'] == 2
+  assert [step for step, _ in losses(tmp_path)] == [1, 2]
