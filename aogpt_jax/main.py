@@ -87,6 +87,9 @@ def main(argv: list[str]) -> None:
     flag_parsing.fail(f'unexpected arguments {argv[1:]}; a value with spaces needs quotes')
   # Orbax and TFDS report every file through absl; ours are the lines a person wants.
   absl_logging.set_verbosity(absl_logging.WARNING)
+  # Its errors reach us as exceptions, too; ours is the one line that says what they mean.
+  absl_logging.get_absl_logger().addFilter(
+      lambda record: not ('orbax' in record.pathname and record.exc_info))
   logging.getLogger('aogpt_jax').setLevel(logging.INFO)
   try:
     _run()

@@ -9,6 +9,7 @@ step replaces it; unless `newest` names it, for then the manifest was lost. Orba
 notice flipped bytes. All processes write arrays; process 0 alone writes, and deletes, the rest.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -16,8 +17,9 @@ import os
 import pathlib
 import shutil
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
+import jax
 from orbax.checkpoint import v1 as ocp
 
 from aogpt_jax import distributed
@@ -145,12 +147,13 @@ class CheckpointWriter:
       state: the training state; its buffers may be donated right after.
 
     Raises:
-      UserError: if the previous save failed.
+      UserError: if the previous save failed, or the disk has no room for this one.
     """
     self.wait()
     step = int(state.step)
     path = step_directory(self.directory, step)
-    distributed.on_first(lambda: shutil.rmtree(path) if path.exists() else None)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    distributed.on_first(lambda: self._make_room(path, size))
     try:
       response = ocp.save_checkpointables_async(path, {
           'params': state.params, 'ema': state.ema,
@@ -160,6 +163,20 @@ class CheckpointWriter:
       return
     self._thread = threading.Thread(target=self._finish, args=(response, path, step))
     self._thread.start()
+
+  def _make_room(self, path: pathlib.Path, size: int) -> None:
+    """Deletes an unfinished save; a disk that is full is better known before Orbax is at work."""
+    if path.exists():
+      shutil.rmtree(path)
+    self.directory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(self.directory).free
+    if free < size:
+      self._fail(OSError(f'{os.strerror(errno.ENOSPC)}: it has {size:,} bytes, and {free:,} are '
+                         'free'))
+
+  def _fail(self, error: Exception) -> NoReturn:
+    raise UserError(f'{self.directory}: saving a checkpoint failed: {_reason(error)}; finished '
+                    f'checkpoints: {finished_steps(self.directory) or "none"}') from error
 
   def _finish(self, response, path, step):
     try:
@@ -192,8 +209,7 @@ class CheckpointWriter:
       self._thread = None
     if self._error is not None:
       error, self._error = self._error, None
-      raise UserError(f'{self.directory}: saving a checkpoint failed: {_reason(error)}; finished '
-                      f'checkpoints: {finished_steps(self.directory) or "none"}') from error
+      self._fail(error)
 
 
 def _replace(path: pathlib.Path, text: str) -> None:

@@ -152,6 +152,11 @@ class _Meter:
     self._since = None
 
 
+def _check_written(writer: metrics.MetricWriter) -> None:
+  if writer.failure:
+    raise UserError(writer.failure)
+
+
 def fit(config: Config, state: TrainState, step_fn: Callable[..., Any],
         batches: BatchIterator, rows: np.ndarray, batch_sharding: jax.sharding.Sharding,
         writer: metrics.MetricWriter,
@@ -176,7 +181,7 @@ def fit(config: Config, state: TrainState, step_fn: Callable[..., Any],
 
   Raises:
     UserError: if a loss or gradient is not finite (nothing is saved then; the step and its blocks
-      are written to nonfinite.json), or a save failed.
+      are written to nonfinite.json), or a save or the writing of metrics failed.
   """
   train, start = config.train, int(state.step)
   progress = metrics.Progress(train.num_steps, start)
@@ -185,7 +190,8 @@ def fit(config: Config, state: TrainState, step_fn: Callable[..., Any],
   due = lambda step, every: every and step % every == 0
   step = start
   try:
-    while step < train.num_steps and not stop.agreed(saver.failed):
+    while step < train.num_steps and not stop.agreed(
+        saver.failed or bool(writer.failure)):
       tokens = sharding_lib.global_array(next(batches), rows, batch_sharding, train.batch_size)
       state, device_metrics = step_fn(state, tokens)
       step += 1
@@ -215,6 +221,7 @@ def fit(config: Config, state: TrainState, step_fn: Callable[..., Any],
     if saved != step:
       saver.save(state)
     saver.wait()
+    distributed.together(lambda: _check_written(writer))
   finally:
     progress.close()
   if step < train.num_steps:

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from aogpt_jax import config as config_lib, lm as lm_lib
+from aogpt_jax import config as config_lib, data, lm as lm_lib
 from aogpt_jax.data import tokenizers
 from aogpt_jax.errors import UserError
 from aogpt_jax.jobs import train as train_job
@@ -305,6 +305,13 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path):
   assert steps and f'step {steps[-1]}' in str(error.value)
   saved = read_arrays(tmp_path, steps[-1])
   assert all(np.isfinite(a).all() for name, a in saved.items() if 'params' in name)
+  report = json.loads((tmp_path / 'nonfinite.json').read_text())  # is named in the message
+  assert f'step {report["step"]}:' in str(error.value) and 'nonfinite.json' in str(error.value)
+  tokenizer = tokenizers.load_tokenizer(tmp_path / 'tokenizer.model')
+  blocks = data.open_blocks(train_job.prepare.blocks(config, tmp_path, tokenizer)[0])
+  batches = data.train_batches(blocks, 16, 0, start=report['step'] - 1)
+  assert np.array_equal([blocks[i] for i in report['block_indices']], next(batches))
+  batches.close()
 
 
 def test_changed_corpus_is_refused(tmp_path):
