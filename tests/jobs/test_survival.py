@@ -31,6 +31,19 @@ def data_directory(tmp_path_factory) -> str:
   return str(tmp_path_factory.mktemp('data'))
 
 
+@pytest.fixture(autouse=True)
+def use_mesh(monkeypatch):
+  """Lays runs out on the first devices, one to begin with; a compilation for eight takes longer."""
+  make_mesh = sharding_lib.make_mesh
+
+  def use(*sizes):
+    config = sharding_lib.MeshConfig(*sizes)
+    devices = jax.devices()[:config.data * config.fsdp * config.tensor]
+    monkeypatch.setattr(sharding_lib, 'make_mesh', lambda _: make_mesh(config, devices))
+  use(1, 1, 1)
+  return use
+
+
 @pytest.fixture
 def config_of(corpus, data_directory):
   def make(**train):
@@ -43,18 +56,14 @@ def steps(workdir: pathlib.Path) -> list[int]:
   return checkpoints.finished_steps(workdir / 'checkpoints')
 
 
-def test_other_meshes_continue_the_exact_run(config_of, tmp_path, monkeypatch):
-  """(2, 2, 2), then one device, then (4, 2, 1): the losses of a run on (8, 1, 1) in one go."""
-  make_mesh = sharding_lib.make_mesh
-
-  def use(*sizes):
-    config = sharding_lib.MeshConfig(*sizes)
-    devices = jax.devices()[:config.data * config.fsdp * config.tensor]
-    monkeypatch.setattr(sharding_lib, 'make_mesh', lambda _: make_mesh(config, devices))
+def test_other_meshes_continue_the_exact_run(config_of, tmp_path, monkeypatch, use_mesh):
+  """(2, 2, 2), then one device, then (4, 2, 1): the losses of a run on one device in one go."""
+  monkeypatch.setattr(train_job, '_finish', lambda *args: None)  # its evaluation is not the matter
+  monkeypatch.setattr(train_job, '_show', lambda *args: None)
   for end, sizes in ((3, (2, 2, 2)), (6, (1, 1, 1)), (9, (4, 2, 1))):
-    use(*sizes)
+    use_mesh(*sizes)
     train_job.run(config_of(num_steps=end), tmp_path / 'moved')
-  use(8, 1, 1)
+  use_mesh(1, 1, 1)
   train_job.run(config_of(num_steps=9), tmp_path / 'whole')
   want, got = losses(tmp_path / 'whole'), losses(tmp_path / 'moved')
   assert [step for step, _ in got] == list(range(1, 10))
@@ -143,7 +152,7 @@ def test_a_full_disk_does_not_stop_the_event_files(tmp_path, caplog):
 
 def test_damaged_data_is_one_line(config_of, tmp_path):
   """A byte in the middle of the blocks: the folder is named, with the way out."""
-  config = config_of(num_steps=2)
+  config = config_of(num_steps=1)
   train_job.run(config, tmp_path / 'fine')
   copy = tmp_path / 'data'
   shutil.copytree(config.data.directory, copy)
