@@ -90,7 +90,9 @@ def _lost_manifest(directory: pathlib.Path) -> list[int]:
 
 
 def newest_sound(directory: pathlib.Path, allow_older: bool) -> dict[str, Any] | None:
-  """The manifest of the checkpoint to continue from, None if there is none; every file is read.
+  """What the manifest of the checkpoint to continue from says, None if there is none.
+
+  Every file is compared with its checksum; these are left out of what is returned.
 
   Damaged checkpoints that are passed over are renamed to damaged-STEP: they are neither counted
   nor deleted later. What killed saves left behind is deleted. For one process alone.
@@ -120,7 +122,7 @@ def newest_sound(directory: pathlib.Path, allow_older: bool) -> dict[str, Any] |
       shutil.rmtree(aside, ignore_errors=True)
       os.replace(step_directory(directory, step), aside)
   _remove_unfinished(directory)
-  return manifest
+  return manifest and {name: value for name, value in manifest.items() if name != 'sha256'}
 
 
 class CheckpointWriter:

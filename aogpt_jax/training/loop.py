@@ -152,6 +152,13 @@ class _Meter:
     self._since = None
 
 
+def _report_validation(step: int, scalars: dict[str, float], writer: metrics.MetricWriter,
+                       progress: metrics.Progress) -> None:
+  writer.write(step, scalars)
+  progress.say(f'step {step}  ' + '  '.join(
+      f'{name} {value:.2f}' for name, value in scalars.items() if 'perplexity' in name))
+
+
 def _check_written(writer: metrics.MetricWriter) -> None:
   if writer.failure:
     raise UserError(writer.failure)
@@ -184,9 +191,11 @@ def fit(config: Config, state: TrainState, step_fn: Callable[..., Any],
       are written to nonfinite.json), or a save or the writing of metrics failed.
   """
   train, start = config.train, int(state.step)
-  progress = metrics.Progress(train.num_steps, start)
   meter = _Meter(config, saver.directory, batches.block_indices)
-  saved = start if start in checkpoints.finished_steps(saver.directory) else None
+  # A network file system may show other processes an older listing: process 0's counts.
+  resumed = distributed.on_first(lambda: start in checkpoints.finished_steps(saver.directory))
+  saved = start if resumed else None
+  progress = metrics.Progress(train.num_steps, start)
   due = lambda step, every: every and step % every == 0
   step = start
   try:
@@ -210,12 +219,9 @@ def fit(config: Config, state: TrainState, step_fn: Callable[..., Any],
       if due(step, train.eval_every) and step < train.num_steps:
         meter.settle()
         try:
-          scalars = validate(state.ema)
+          _report_validation(step, validate(state.ema), writer, progress)
         except Stopped:
           break
-        writer.write(step, scalars)
-        progress.say(f'step {step}  ' + '  '.join(
-            f'{name} {value:.2f}' for name, value in scalars.items() if 'perplexity' in name))
         meter.pause()
     meter.settle()
     if saved != step:
