@@ -15,7 +15,7 @@ from aogpt_jax import sharding as sharding_lib
 from aogpt_jax.data import packing
 from aogpt_jax.errors import UserError
 from aogpt_jax.jobs import drill, train as train_job
-from aogpt_jax.training import checkpoints, event_files, metrics
+from aogpt_jax.training import checkpoints, event_files, loop, metrics
 
 
 @pytest.fixture(scope='module')
@@ -44,6 +44,13 @@ def use_mesh(monkeypatch):
   return use
 
 
+@pytest.fixture(autouse=True)
+def no_last_evaluation(monkeypatch):
+  """Its compilation would be most of the time of these tests."""
+  monkeypatch.setattr(train_job, '_finish', lambda *args: None)
+  monkeypatch.setattr(train_job, '_show', lambda *args: None)
+
+
 @pytest.fixture
 def config_of(corpus, data_directory):
   def make(**train):
@@ -56,10 +63,8 @@ def steps(workdir: pathlib.Path) -> list[int]:
   return checkpoints.finished_steps(workdir / 'checkpoints')
 
 
-def test_other_meshes_continue_the_exact_run(config_of, tmp_path, monkeypatch, use_mesh):
+def test_other_meshes_continue_the_exact_run(config_of, tmp_path, use_mesh):
   """(2, 2, 2), then one device, then (4, 2, 1): the losses of a run on one device in one go."""
-  monkeypatch.setattr(train_job, '_finish', lambda *args: None)  # its evaluation is not the matter
-  monkeypatch.setattr(train_job, '_show', lambda *args: None)
   for end, sizes in ((3, (2, 2, 2)), (6, (1, 1, 1)), (9, (4, 2, 1))):
     use_mesh(*sizes)
     train_job.run(config_of(num_steps=end), tmp_path / 'moved')
@@ -86,9 +91,16 @@ def test_sigterm_ends_an_evaluation(config_of, tmp_path, monkeypatch):
   monkeypatch.setattr(train_job.evaluation, 'make_block_nll', patched)
   train_job.run(config_of(num_steps=4, eval_every=2), tmp_path)
   assert len(calls) == 1 and steps(tmp_path) == [2]
-  assert not (tmp_path / 'evaluation.json').exists()
-  train_job.run(config_of(num_steps=2), tmp_path)  # in the last evaluation: all is saved before
-  assert len(calls) == 2 and steps(tmp_path) == [2]
+
+
+def test_a_stop_in_the_last_evaluation_is_no_error(config_of, tmp_path, monkeypatch, caplog):
+  """Everything is saved by then."""
+  def stopped(*args):
+    raise loop.Stopped
+  monkeypatch.setattr(train_job, '_finish', stopped)
+  with caplog.at_level('INFO'):
+    train_job.run(config_of(num_steps=1), tmp_path)
+  assert steps(tmp_path) == [1] and 'the same command evaluates again' in caplog.text
 
 
 def test_a_save_that_fails_stops_the_run(config_of, tmp_path, monkeypatch):
