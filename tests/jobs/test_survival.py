@@ -63,6 +63,7 @@ def steps(workdir: pathlib.Path) -> list[int]:
   return checkpoints.finished_steps(workdir / 'checkpoints')
 
 
+@pytest.mark.slow
 def test_other_meshes_continue_the_exact_run(config_of, tmp_path, use_mesh):
   """(2, 2, 2), then one device, then (4, 2, 1): the losses of a run on one device in one go."""
   for end, sizes in ((3, (2, 2, 2)), (6, (1, 1, 1)), (9, (4, 2, 1))):
