@@ -3,7 +3,7 @@
 from absl import flags
 from ml_collections import config_flags
 
-MODES = ('train', 'prepare', 'evaluate', 'sample', 'infill', 'score', 'convert', 'bench')
+MODES = ('train', 'prepare', 'evaluate', 'sample', 'infill', 'score', 'convert', 'bench', 'drill')
 
 config_flags.DEFINE_config_file(
     'config', None, 'Config file; override fields with --config.section.field=value after it.')
@@ -39,14 +39,24 @@ flags.DEFINE_string('sampler', None, 'sample, infill: parallel, sequential, spec
                     'or adaptive; short for --config.sample.sampler.')
 flags.DEFINE_enum('suite', 'samplers', ('samplers', 'encoder', 'prepare', 'compile', 'attention'),
                   'bench: what to measure.')
+flags.DEFINE_bool('distributed', False, 'train, evaluate: one run of several processes, on a '
+                  'cluster that JAX finds by itself: TPU pod, GKE, Slurm, Open MPI.')
+flags.DEFINE_string('coordinator', None, 'Or, elsewhere: HOST:PORT of process 0, with')
+flags.DEFINE_integer('num_processes', None, 'the number of processes, and')
+flags.DEFINE_integer('process_id', None, 'the number of this one, from 0.')
+flags.DEFINE_bool('allow_older_checkpoint', False, 'train: if the newest checkpoint is damaged, '
+                  'set it aside and continue from the one before.')
+DISTRIBUTED = ('distributed', 'coordinator', 'num_processes', 'process_id')
 # The flags that belong to some modes alone.
 MODE_FLAGS = {
-    'train': ('config', 'workdir', 'overwrite', 'dry_run', 'profile_steps'),
+    'train': ('config', 'workdir', 'overwrite', 'dry_run', 'profile_steps',
+              'allow_older_checkpoint', *DISTRIBUTED),
     'evaluate': ('config', 'workdir', 'source', 'tokenizer', 'corpus', 'order', 'judge',
-                 'output'),
+                 'output', *DISTRIBUTED),
     'score': ('config', 'workdir', 'source', 'tokenizer', 'text', 'input', 'order', 'output'),
     'prepare': ('config', 'workdir'),
     'sample': ('config', 'workdir', 'output', 'html', 'sampler'),
     'infill': ('config', 'workdir', 'output', 'html', 'sampler', 'text', 'input'),
+    'drill': ('workdir',),
     'bench': ('config', 'workdir', 'suite'),
     'convert': ('source', 'destination', 'context_length', 'tokenizer', 'overwrite')}

@@ -232,7 +232,7 @@ def _load_run(path: pathlib.Path, ema: bool) -> LanguageModel:
   tokenizer = _load_tokenizer(config, run, checkpoints.read_manifest(directory, step))
   graphdef, abstract = nnx.split(
       nnx.eval_shape(lambda: model_lib.make(config.model, rngs=nnx.Rngs(0))))
-  device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device),
                           nnx.to_pure_dict(abstract))
   params = checkpoints.restore_params(directory, step, abstract, ema)

@@ -16,7 +16,7 @@ from typing import Any
 
 from absl import app, flags, logging as absl_logging
 
-from aogpt_jax import cli_flags, config as config_lib, flag_parsing
+from aogpt_jax import cli_flags, config as config_lib, distributed, flag_parsing
 from aogpt_jax.errors import UserError
 
 FLAGS = flags.FLAGS
@@ -42,6 +42,10 @@ def _run() -> None:
   needed = allowed[:1] if alone else allowed[:2]
   flag_parsing.check_given(mode, needed, {f for fs in cli_flags.MODE_FLAGS.values() for f in fs} -
                            set(allowed))
+  distributed.start(FLAGS.distributed, FLAGS.coordinator, FLAGS.num_processes, FLAGS.process_id)
+  if mode == 'drill':
+    job = importlib.import_module('aogpt_jax.jobs.drill')
+    return job.run(_path(FLAGS.workdir))
   if mode == 'convert':
     job = importlib.import_module('aogpt_jax.jobs.convert')
     return job.run(_path(FLAGS.source), _path(FLAGS.destination), FLAGS.context_length,
@@ -55,7 +59,8 @@ def _run() -> None:
   if FLAGS.dry_run:
     return job.run(config)
   if mode == 'train':
-    return job.run(config, workdir, FLAGS.overwrite, FLAGS.profile_steps or '')
+    return job.run(config, workdir, FLAGS.overwrite, FLAGS.allow_older_checkpoint,
+                   FLAGS.profile_steps or '')
   if mode == 'bench':
     return job.run(config, workdir, FLAGS.suite)
   source = _path(FLAGS.source) if FLAGS.source else workdir
@@ -78,12 +83,16 @@ def _run() -> None:
   return job.run(config, workdir, destination)
 
 
+@distributed.ending_together()
 def main(argv: list[str]) -> None:
   """Validates the config, then runs one job; a user's mistake ends in one line and exit code 2."""
   if len(argv) > 1:
     flag_parsing.fail(f'unexpected arguments {argv[1:]}; a value with spaces needs quotes')
   # Orbax and TFDS report every file through absl; ours are the lines a person wants.
   absl_logging.set_verbosity(absl_logging.WARNING)
+  # Its errors reach us as exceptions, too; ours is the one line that says what they mean.
+  absl_logging.get_absl_logger().addFilter(
+      lambda record: not ('orbax' in record.pathname and record.exc_info))
   logging.getLogger('aogpt_jax').setLevel(logging.INFO)
   try:
     _run()

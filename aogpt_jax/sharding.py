@@ -179,11 +179,33 @@ def take_rows(table: jax.Array, index: jax.Array, divided: str | None = None) ->
   return constrain_rows(constrain(table, divided)[index])
 
 
-def global_array(local_rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
-  """Makes one global array from the rows that each process holds, in process order."""
-  return jax.make_array_from_process_local_data(sharding, local_rows)
+def host_rows(sharding: NamedSharding, num_rows: int) -> np.ndarray:
+  """The rows of a global (num_rows, …) array that lie on this process' devices, increasing.
+
+  Asked of the sharding, not of the process' number: where fsdp or tensor spans hosts, several
+  processes hold the same rows, and a mesh may lay out devices in another order than processes.
+  """
+  local = set(sharding.mesh.local_devices)
+  held = [np.arange(num_rows)[index[0]] for device, index
+          in sharding.devices_indices_map((num_rows,)).items() if device in local]
+  return np.unique(np.concatenate(held))
+
+
+def global_array(local: np.ndarray, rows: np.ndarray, sharding: NamedSharding, num_rows: int,
+                 ) -> jax.Array:
+  """Makes one global array of which each process has a part.
+
+  Args:
+    local: this process' part, (len(rows), …).
+    rows: their numbers in the global array, from `host_rows`.
+    sharding: of the global array; rows are its only axis that may be divided.
+    num_rows: of the global array.
+  """
+  def part(index):
+    return local[np.searchsorted(rows, np.arange(num_rows)[index[0]])]
+  return jax.make_array_from_callback((num_rows, *local.shape[1:]), sharding, part)
 
 
 def global_array_from_all_rows(rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
-  """Makes one global array where every process holds all rows (evaluation)."""
+  """Makes one global array where every process holds all rows."""
   return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])

@@ -54,7 +54,7 @@ def _train(*sizes):
   losses = []
   for seed in range(5):
     tokens = np.random.default_rng(seed).integers(0, 32, (16, 8)).astype(np.int32)
-    state, metrics = step(state, sharding.global_array(tokens, rows))
+    state, metrics = step(state, sharding.global_array_from_all_rows(tokens, rows))
     losses.append(float(metrics['nats_per_token']))
   of_device = lambda d: sum(shard.data.nbytes for leaf in jax.tree.leaves(state)
                             for shard in leaf.addressable_shards if shard.device == d)
@@ -116,7 +116,7 @@ def test_an_encoder_s_updates_are_those_of_one_device():
     step, losses = step_lib.jit_step(recipe, shardings, rows), []
     for seed in range(3):
       tokens = np.random.default_rng(seed).integers(0, 32, (16, 8)).astype(np.int32)
-      state, metrics = step(state, sharding.global_array(tokens, rows))
+      state, metrics = step(state, sharding.global_array_from_all_rows(tokens, rows))
       losses.append(float(metrics['nats_per_token']))
     results.append(losses)
   np.testing.assert_allclose(*results, rtol=0, atol=1e-5)

@@ -283,21 +283,23 @@ def open_blocks(prepared: PreparedData) -> Rows:
       found = len(records)
       lengths = builder.info.splits[shards.SPLIT].shard_lengths
       # A truncated file shows when it is first read.
-      _Records(records).__getitems__([end - 1 for end in itertools.accumulate(lengths)])
+      blocks = _Records(records, prepared.directory)
+      blocks.__getitems__([end - 1 for end in itertools.accumulate(lengths)])
   except Exception as error:  # many types, from TFDS and from the C++ reader
     raise UserError(f'{folder}: the blocks are missing or damaged '
                     f'({type(error).__name__}); {advice}') from error
   if found != prepared.num_blocks:
     raise UserError(f'{folder}: holds {found} blocks, but prepared.json says '
                     f'{prepared.num_blocks}; {advice}')
-  return _Records(records)
+  return blocks
 
 
 class _Records:
   """Decodes the records itself: TFDS' general decoder takes several times longer a record."""
 
-  def __init__(self, records: Sequence[bytes]):
+  def __init__(self, records: Sequence[bytes], directory: pathlib.Path):
     self._records = records
+    self._directory = directory
 
   def __len__(self) -> int:
     return len(self._records)
@@ -311,6 +313,12 @@ class _Records:
     for index in indices:
       if not 0 <= index < len(self):
         raise IndexError(f'block {index} is outside 0 to {len(self) - 1}')
-    examples = map(tf_example_pb2.Example.FromString, self._records.__getitems__(indices))
+    try:
+      records = self._records.__getitems__(indices)
+    except RuntimeError as error:  # of the C++ reader: a checksum that does not fit, a short file
+      raise UserError(f'{self._directory}: one of the blocks {min(indices)} to {max(indices)} is '
+                      f'damaged ({" ".join(str(error).split())}); delete this folder and prepare '
+                      'the data again') from error
+    examples = map(tf_example_pb2.Example.FromString, records)
     return [np.asarray(example.features.feature['tokens'].int64_list.value, np.int32)
             for example in examples]

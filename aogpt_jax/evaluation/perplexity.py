@@ -99,14 +99,16 @@ def evaluate(block_nll: Callable[..., jax.Array], params: Any, blocks: Any, mesh
   Returns:
     An Estimate.
   """
-  rows = sharding_lib.batch_sharding(mesh)
-  place = lambda x: sharding_lib.global_array_from_all_rows(np.asarray(x), rows)
+  sharding = sharding_lib.batch_sharding(mesh)
+  rows = sharding_lib.host_rows(sharding, batch_size)  # those that this process has to read
+  place = lambda x: sharding_lib.global_array_from_all_rows(np.asarray(x), sharding)
   draw = jax.jit(draw, static_argnums=2)
   nats = []
   for k in range(num_draws):
-    for tokens, weights, index in data.eval_batches(blocks, batch_size):
+    for tokens, weights, index in data.eval_batches(blocks, batch_size, rows):
+      tokens = sharding_lib.global_array(tokens, rows, sharding, batch_size)
       drawn = jax.tree.map(place, draw(k, jnp.asarray(index), tokens.shape[1]))
-      nll = np.asarray(block_nll(params, place(tokens), drawn), np.float64)
+      nll = np.asarray(block_nll(params, tokens, drawn), np.float64)
       nats.append(nll[weights > 0])
   nats = np.concatenate(nats)
   return summarize(name, nats.reshape(num_draws, -1, nats.shape[1]))

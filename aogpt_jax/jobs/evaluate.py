@@ -14,6 +14,7 @@ from flax import nnx
 from aogpt_jax import (
   config as config_lib,
   data,
+  distributed,
   evaluation,
   lm as lm_lib,
   sharding as sharding_lib,
@@ -83,14 +84,15 @@ def perplexities(config: Config, lm: lm_lib.LanguageModel, corpora_: list[str], 
   sharding_lib.check_batch(mesh, 'eval.batch_size', config.eval.batch_size)
   graphdef, params = nnx.split(lm.model)
   shardings = sharding_lib.state_shardings(mesh, nnx.to_pure_dict(params))
-  params = jax.device_put(nnx.to_pure_dict(params), shardings)
+  params = jax.tree.map(lambda p, s: sharding_lib.global_array_from_all_rows(np.asarray(p), s),
+                        nnx.to_pure_dict(params), shardings)
   block_nll = evaluation.make_block_nll(graphdef, shardings, mesh)
   step_nll = evaluation.make_step_nll(graphdef, shardings, mesh)
   run_config = dataclasses.replace(lm.config, eval=config.eval)
   rows, ensembles = [], []
   for corpus in corpora_:
-    prepared = data.prepare(directory, corpus, lm.tokenizer, lm.model.config.context_length,
-                            config.data.workers)
+    prepared = distributed.first_then_rest(lambda corpus=corpus: data.prepare(
+        directory, corpus, lm.tokenizer, lm.model.config.context_length, config.data.workers))
     blocks = data.open_blocks(prepared)
     for name in orders or evaluation.known_orders(lm.config):
       log.info('%s, %s: %s blocks', corpus, name, f'{len(blocks):,}')
@@ -139,6 +141,8 @@ def _perplexity_page(config: Config, lm: lm_lib.LanguageModel, corpora_: list[st
   if ensembles:
     parts.append(tables.markdown(ensembles, ENSEMBLE_COLUMNS))
   page = '\n\n'.join(parts)
+  if not distributed.is_first():
+    return page
   tables.write(output, 'perplexity', rows + ensembles, about, page)
   if ensembles:
     plots.ensemble_curve(output / 'ensemble.png', ensembles, 'Ensembles over context orders')
@@ -190,9 +194,11 @@ def run(config: Config, workdir: pathlib.Path, source: pathlib.Path | None = Non
   Raises:
     UserError: for a model, corpus, order or judge that there is not or that does not fit.
   """
+  config_lib.check(not judge or jax.process_count() == 1, '--judge', judge, 'is for one process: '
+                   'leave out --distributed or --coordinator')
   source, output = source or workdir, output or workdir / 'evaluation'
-  tables.make_directory(output)
-  lm = lm_lib.load(source, config.eval.ema, tokenizer)
+  distributed.on_first(lambda: tables.make_directory(output))
+  lm = distributed.together(lambda: lm_lib.load(source, config.eval.ema, tokenizer))
   about = {'source': str(source), 'step': lm.step, 'ema': config.eval.ema,
            'tokenizer_fingerprint': lm.tokenizer.fingerprint}
   weights = 'EMA' if config.eval.ema else 'raw'

@@ -1,16 +1,19 @@
 """The training loop: batches in, state out, with reports, validation and checkpoints on the way."""
 
+import json
 import logging
+import pathlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from aogpt_jax import sharding as sharding_lib
+from aogpt_jax import distributed, sharding as sharding_lib
 from aogpt_jax.config import Config
+from aogpt_jax.data.loader import BatchIterator
 from aogpt_jax.errors import UserError
 from aogpt_jax.training import checkpoints, metrics, telemetry
 from aogpt_jax.training.step import TrainState
@@ -18,8 +21,25 @@ from aogpt_jax.training.step import TrainState
 log = logging.getLogger(__name__)
 
 
+NONFINITE = 'nonfinite.json'
+
+
+class Stopped(Exception):  # noqa: N818, it is no error
+  """Leaves an evaluation that a stop request ends; training saves and ends as at any step."""
+
+
 class StopRequest:
-  """Within `with`, SIGTERM or Ctrl-C asks the run to save and end; a second Ctrl-C ends it now."""
+  """Within `with`, SIGTERM or Ctrl-C asks the run to save and end; a second Ctrl-C ends it now.
+
+  One process that is asked is enough: `agreed` says so in all of them at the same call.
+  """
+
+  def __init__(self, mesh: jax.sharding.Mesh):
+    """`mesh` holds the devices of all processes."""
+    self._sharding = jax.sharding.NamedSharding(mesh, jax.P(mesh.axis_names))
+    self._any = jax.jit(lambda x: x.max(), out_shardings=sharding_lib.replicated(mesh))
+    self._asked: jax.Array | None = None
+    self._agreed = False
 
   def __enter__(self) -> 'StopRequest':
     self.requested = False
@@ -31,7 +51,35 @@ class StopRequest:
     if self.requested and signum == signal.SIGINT:
       raise KeyboardInterrupt
     self.requested = True
-    log.info('asked to stop; Ctrl-C again ends the run without saving')
+    log.warning('asked to stop; Ctrl-C again ends the run without saving')
+
+  def agreed(self, also: bool = False) -> bool:
+    """Whether to stop now; every process makes the same calls and gets the same answers.
+
+    Several processes ask each other on their devices, behind the steps that are under way, and
+    read the answer at the next call: so nobody waits.
+
+    Args:
+      also: another reason of this process to stop.
+    """
+    wanted = self.requested or also
+    if jax.process_count() == 1 or self._agreed:
+      self._agreed = self._agreed or wanted
+      return self._agreed
+    before = self._asked
+    flag = np.array([wanted], np.int32)
+    self._asked = self._any(jax.make_array_from_callback(
+        (self._sharding.mesh.size,), self._sharding, lambda index: flag))
+    self._agreed = before is not None and bool(before)
+    return self._agreed
+
+  def interrupts(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, but a call raises Stopped once a stop is agreed upon."""
+    def call(*args):
+      if self.agreed():
+        raise Stopped
+      return function(*args)
+    return call
 
   def __exit__(self, *unused) -> None:
     for signum, handler in self._previous.items():
@@ -44,8 +92,11 @@ class _Meter:
   Every step's loss is looked at: a checkpoint is only written after the losses up to it were.
   """
 
-  def __init__(self, config: Config, checkpoint_directory: Any):
+  def __init__(self, config: Config, checkpoint_directory: Any,
+               block_indices: Callable[[int], list[int]]):
+    """block_indices: index of a global batch -> the blocks in it; named if its loss is bad."""
     self._config = config
+    self._block_indices = block_indices
     self._directory = checkpoint_directory
     self._pending: tuple[int, dict[str, jax.Array]] | None = None
     self._since: tuple[int, float] | None = None
@@ -63,15 +114,25 @@ class _Meter:
     self._pending = None
     values = {name: float(value) for name, value in device_metrics.items()}
     if not all(np.isfinite(value) for value in values.values()):
+      report = self._write_nonfinite(step, values)
       steps = checkpoints.finished_steps(self._directory)
       where = f'step {steps[-1]} in {self._directory}' if steps else 'none yet'
       raise UserError(
           f'step {step}: nats_per_token={values["nats_per_token"]}, '
           f'grad_norm={values["grad_norm"]}: the run stopped because they must be finite; the last '
-          f'good checkpoint is kept ({where}); a lower optimizer.learning_rate or a longer '
-          'optimizer.warmup_steps is the usual cure')
+          f'good checkpoint is kept ({where}); {report} names the batch; a lower '
+          'optimizer.learning_rate or a longer optimizer.warmup_steps is the usual cure')
     self.scalars = {f'train/{name}': value for name, value in values.items()}
     self.scalars['train/perplexity'] = float(np.exp(values['nats_per_token']))
+
+  def _write_nonfinite(self, step: int, values: dict[str, float]) -> pathlib.Path:
+    """What is needed to look at the step again: its batch is a function of config and step."""
+    path = self._directory.parent / NONFINITE
+    if distributed.is_first():
+      path.write_text(json.dumps({
+          'step': step, 'metrics': {name: str(value) for name, value in values.items()},
+          'block_indices': self._block_indices(step - 1)}) + '\n')
+    return path
 
   def with_rates(self, step: int) -> dict[str, float]:
     """The newest scalars, with tokens/s and MFU since the last call."""
@@ -91,8 +152,21 @@ class _Meter:
     self._since = None
 
 
-def fit(config: Config, state: TrainState, step_fn: Callable[..., Any], batches: Iterator,
-        batch_sharding: jax.sharding.Sharding, writer: metrics.MetricWriter,
+def _report_validation(step: int, scalars: dict[str, float], writer: metrics.MetricWriter,
+                       progress: metrics.Progress) -> None:
+  writer.write(step, scalars)
+  progress.say(f'step {step}  ' + '  '.join(
+      f'{name} {value:.2f}' for name, value in scalars.items() if 'perplexity' in name))
+
+
+def _check_written(writer: metrics.MetricWriter) -> None:
+  if writer.failure:
+    raise UserError(writer.failure)
+
+
+def fit(config: Config, state: TrainState, step_fn: Callable[..., Any],
+        batches: BatchIterator, rows: np.ndarray, batch_sharding: jax.sharding.Sharding,
+        writer: metrics.MetricWriter,
         saver: checkpoints.CheckpointWriter,
         validate: Callable[[Any], dict[str, float]], stop: StopRequest,
         profiler: telemetry.Profiler) -> TrainState:
@@ -103,9 +177,11 @@ def fit(config: Config, state: TrainState, step_fn: Callable[..., Any], batches:
     state: where to start; its buffers are donated.
     step_fn: from `step.jit_step`.
     batches: yields this process's rows of each global batch, continuing at state.step.
+    rows: the numbers of these rows, from `sharding.host_rows`.
     batch_sharding: of the global batch.
     writer, saver: where metrics and checkpoints go.
-    validate: EMA params -> scalars by name; called every config.train.eval_every steps.
+    validate: EMA params -> scalars by name; called every config.train.eval_every steps. May raise
+      Stopped.
     stop: asked after every step.
     profiler: traces the steps it was made for.
 
@@ -113,20 +189,26 @@ def fit(config: Config, state: TrainState, step_fn: Callable[..., Any], batches:
     The last state. It has been saved.
 
   Raises:
-    UserError: if a loss or gradient is not finite (nothing is saved then), or a save failed.
+    UserError: if a loss or gradient is not finite (nothing is saved then; the step and its blocks
+      are written to nonfinite.json), or a save or the writing of metrics failed.
   """
   train, start = config.train, int(state.step)
+  meter = _Meter(config, saver.directory, batches.block_indices)
+  # A network file system may show other processes an older listing: process 0's counts.
+  resumed = distributed.on_first(lambda: start in checkpoints.finished_steps(saver.directory))
+  saved = start if resumed else None
   progress = metrics.Progress(train.num_steps, start)
-  meter, clock = _Meter(config, saver.directory), telemetry.Clock()
-  saved = start if start in checkpoints.finished_steps(saver.directory) else None
+  clock = telemetry.Clock()
   due = lambda step, every: every and step % every == 0
   step = start
   try:
-    while step < train.num_steps and not stop.requested:
+    while step < train.num_steps and not stop.agreed(
+        saver.failed or bool(writer.failure)):
       step += 1
       with profiler.step(step):
         with clock.measure('data_wait'):
-          tokens = sharding_lib.global_array(next(batches), batch_sharding)
+          tokens = sharding_lib.global_array(next(batches), rows, batch_sharding,
+                                             train.batch_size)
         with clock.measure('step'):  # push() waits for the step before this one
           state, device_metrics = step_fn(state, tokens)
           meter.push(step, device_metrics)
@@ -144,20 +226,22 @@ def fit(config: Config, state: TrainState, step_fn: Callable[..., Any], batches:
         saved = step
         meter.pause()
       if due(step, train.eval_every) and step < train.num_steps:
-        with clock.measure('eval'):
-          meter.settle()
-          scalars = validate(state.ema)
-        writer.write(step, scalars)
-        progress.say(f'step {step}  ' + '  '.join(
-            f'{name} {value:.2f}' for name, value in scalars.items() if 'perplexity' in name))
+        try:
+          with clock.measure('eval'):
+            meter.settle()
+            scalars = validate(state.ema)
+        except Stopped:
+          break
+        _report_validation(step, scalars, writer, progress)
         meter.pause()
     meter.settle()
     if saved != step:
       saver.save(state)
     saver.wait()
+    distributed.together(lambda: _check_written(writer))
   finally:
     progress.close()
     profiler.close()
-  if stop.requested and step < train.num_steps:
+  if step < train.num_steps:
     log.info('asked to stop: step %d is saved in %s', step, saver.directory)
   return state

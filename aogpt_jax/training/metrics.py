@@ -1,5 +1,6 @@
 """What a run reports: progress, log lines, metrics.jsonl, TensorBoard, optionally W&B."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 
 from aogpt_jax.config import Config, flatten
+from aogpt_jax.training import event_files
 
 log = logging.getLogger(__name__)
 
@@ -34,19 +36,20 @@ def _truncate_after(path: pathlib.Path, step: int) -> None:
 class MetricWriter:
   """Writes scalars to metrics.jsonl, to TensorBoard event files and to W&B if asked.
 
-  Only process 0 writes. Names carry their unit: 'train/nats_per_token'.
+  Only process 0 writes. Names carry their unit: 'train/nats_per_token'. `failure` says in a line
+  why metrics.jsonl could not be written.
   """
 
   def __init__(self, config: Config, workdir: pathlib.Path, start_step: int):
+    self.failure = ''
     self._active = jax.process_index() == 0
     self._wandb = None
     if not self._active:
       return
-    from tensorboardX import SummaryWriter
     path = workdir / 'metrics.jsonl'
     _truncate_after(path, start_step)
     self._file = open(path, 'a', buffering=1)
-    self._board = SummaryWriter(str(workdir / 'tensorboard'), purge_step=start_step + 1)
+    self._board = event_files.open_board(workdir / 'tensorboard', start_step + 1)
     if config.train.wandb_project:
       import wandb
       self._wandb = wandb.init(project=config.train.wandb_project, name=workdir.name,
@@ -57,7 +60,10 @@ class MetricWriter:
     """Records scalars at a step (updates done)."""
     if not self._active:
       return
-    self._file.write(json.dumps({'step': step, **scalars}) + '\n')
+    try:
+      self._file.write(json.dumps({'step': step, **scalars}) + '\n')
+    except OSError as error:
+      self.failure = f'{self._file.name}: cannot be written: {error.strerror}'
     for name, value in scalars.items():
       self._board.add_scalar(name, value, step)
     if self._wandb:
@@ -66,7 +72,8 @@ class MetricWriter:
   def close(self) -> None:
     if not self._active:
       return
-    self._file.close()
+    with contextlib.suppress(OSError):  # `failure` has been said; this tries once more
+      self._file.close()
     self._board.close()
     if self._wandb:
       self._wandb.finish()

@@ -4,6 +4,7 @@ import gc
 import itertools
 import subprocess
 import sys
+import threading
 import weakref
 
 import numpy as np
@@ -35,18 +36,53 @@ def test_every_epoch_holds_every_block_once_in_an_order_of_its_own():
   assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
-@pytest.mark.parametrize('process_count', [2, 4])
-def test_global_batches_do_not_depend_on_the_number_of_hosts(process_count):
-  hosts = [take(30, process_index=i, process_count=process_count) for i in range(process_count)]
-  assert hosts[0].shape == (30, 8 // process_count, 4)
-  np.testing.assert_array_equal(np.concatenate(hosts, axis=1), take(30))
+@pytest.mark.parametrize('hosts', [
+  [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 5, 6], [1, 3, 4, 7]]])
+def test_global_batches_do_not_depend_on_the_hosts(hosts):
+  """Whole runs of rows, as a rule; a mesh may also deal out others."""
+  whole = take(30)
+  for rows in hosts:
+    np.testing.assert_array_equal(take(30, rows=rows), whole[:, rows])
+
+
+def test_the_blocks_of_a_batch_are_known_by_their_numbers():
+  """Of any batch, over the end of an epoch, for a host that reads some of the rows alone."""
+  whole = take(9)
+  batches = loader.train_batches(BLOCKS, 8, 0, rows=[3])
+  for step in (0, 6, 8):
+    assert batches.block_indices(step) == (whole[step, :, 0] // 4).tolist()
+  batches.close()
+
+
+def test_a_stalled_input_is_reported(caplog):
+  """Once every stall_seconds, with what the queue holds; and not while batches come."""
+  go = threading.Event()
+
+  class Stuck:
+    def __len__(self):
+      return NUM_BLOCKS
+
+    def __getitem__(self, index):
+      go.wait(30)
+      return BLOCKS[index]
+
+  batches = loader.train_batches(Stuck(), 8, 0, start=5, stall_seconds=0.3)
+  threading.Timer(0.75, go.set).start()
+  next(batches)
+  lines = [r.getMessage() for r in caplog.records if 'stalled' in r.getMessage()]
+  assert 1 <= len(lines) <= 2
+  assert 'batch 5 has not come for 0 s; since the start, ' in lines[0]
+  assert ' begun, 0 read, 0 handed out' in lines[0]
+  next(batches)
+  assert len([r for r in caplog.records if 'stalled' in r.getMessage()]) == len(lines)
+  batches.close()
 
 
 @pytest.mark.parametrize('start', [0, 1, 6, 7, 23])
 def test_resuming_continues_exactly_with_another_number_of_hosts(start):
   whole = take(40)
   np.testing.assert_array_equal(take(40 - start, start=start), whole[start:])
-  second = take(40 - start, start=start, process_index=1, process_count=2)
+  second = take(40 - start, start=start, rows=range(4, 8))
   np.testing.assert_array_equal(second, whole[start:, 4:])
 
 
@@ -103,11 +139,10 @@ def test_blocks_are_read_in_one_call_where_they_can_be(batched):
 
 
 @pytest.mark.parametrize(('options', 'line'), [
-  ({'global_batch': 9, 'process_count': 2}, 'global_batch = 9 must be .* nearest valid is 8'),
-  ({'global_batch': 1, 'process_count': 4}, 'global_batch = 1 must be .* nearest valid is 4'),
   ({'global_batch': 0}, 'global_batch = 0 must be .* nearest valid is 1'),
   ({'global_batch': 51}, '50 blocks, fewer than global_batch = 51'),
-  ({'process_count': 2, 'process_index': 2}, r'process_index = 2 must be in \[0, 2\)'),
+  ({'rows': [7, 8]}, r'rows = \[7, 8\] must be some of the rows 0 to 7'),
+  ({'rows': []}, r'rows = \[\] must be some'),
   ({'seed': -1}, 'seed = -1 .* nearest valid is 0'),
   ({'seed': 2**32}, 'seed = 4294967296 .* nearest valid is 4294967295'),
   ({'start': -1}, 'start = -1 must be at least 0'),
@@ -163,6 +198,17 @@ def test_evaluation_sees_every_block_once_in_order(batch_size):
   padding = -NUM_BLOCKS % batch_size
   assert (weights == 0).sum() == padding
   assert weights.reshape(-1)[NUM_BLOCKS:].tolist() == [0] * padding
+
+
+def test_evaluation_reads_the_rows_of_a_host_alone():
+  """Rows that repeat the last block included; every host gets as many batches."""
+  whole = list(loader.eval_batches(BLOCKS, 16))
+  for rows in ([0, 1, 2, 3], [1, 5, 14, 15]):
+    part = list(loader.eval_batches(BLOCKS, 16, np.array(rows)))
+    assert len(part) == len(whole) == 4
+    for (want, *same), (got, *also) in zip(whole, part, strict=True):
+      np.testing.assert_array_equal(got, want[rows])
+      np.testing.assert_array_equal(same, also)
 
 
 def test_evaluation_mistakes_are_refused_at_the_call():

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from aogpt_jax import config as config_lib, lm as lm_lib
+from aogpt_jax import config as config_lib, data, lm as lm_lib
 from aogpt_jax.data import tokenizers
 from aogpt_jax.errors import UserError
 from aogpt_jax.jobs import train as train_job
@@ -259,10 +260,10 @@ def test_strange_lines_of_metrics_are_dropped(tmp_path, line):
 
 
 def test_only_unfinished_saves_are_removed(tmp_path):
-  for name in ('00000003', '00000004.orbax-checkpoint-tmp', 'best'):
+  for name in ('00000003', '00000004.orbax-checkpoint-tmp', 'best', 'damaged-00000002'):
     (tmp_path / name).mkdir()
-  checkpoints.remove_unfinished(tmp_path)
-  assert [path.name for path in tmp_path.iterdir()] == ['best']
+  checkpoints._remove_unfinished(tmp_path)
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['best', 'damaged-00000002']
 
 
 @pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
@@ -305,6 +306,13 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path):
   assert steps and f'step {steps[-1]}' in str(error.value)
   saved = read_arrays(tmp_path, steps[-1])
   assert all(np.isfinite(a).all() for name, a in saved.items() if 'params' in name)
+  report = json.loads((tmp_path / 'nonfinite.json').read_text())  # is named in the message
+  assert f'step {report["step"]}:' in str(error.value) and 'nonfinite.json' in str(error.value)
+  tokenizer = tokenizers.load_tokenizer(tmp_path / 'tokenizer.model')
+  blocks = data.open_blocks(train_job.prepare.blocks(config, tmp_path, tokenizer)[0])
+  batches = data.train_batches(blocks, 16, 0, start=report['step'] - 1)
+  assert np.array_equal([blocks[i] for i in report['block_indices']], next(batches))
+  batches.close()
 
 
 def test_changed_corpus_is_refused(tmp_path):
@@ -332,11 +340,20 @@ def test_vocabulary_smaller_than_the_tokenizers(corpus, straight, tmp_path):
   assert not (tmp_path / 'tokenizer.model').exists()
 
 
-@pytest.mark.parametrize('damage', ['flip', 'truncate', 'delete'])
-def test_damaged_checkpoint_is_not_used(corpus, tmp_path, damage):
-  """One flipped byte, a short file, a missing file: named, with the way back."""
+@pytest.fixture(scope='module')
+def short_run(corpus, tmp_path_factory):
+  """Two steps, both saved: its config and directory."""
   config = make_config(corpus, train=dict(num_steps=2, checkpoint_every=1))
-  train_job.run(config, tmp_path)
+  workdir = tmp_path_factory.mktemp('short')
+  train_job.run(config, workdir)
+  return config, workdir
+
+
+@pytest.mark.parametrize('damage', ['flip', 'truncate', 'delete', 'manifest'])
+def test_damaged_checkpoint_is_not_used(short_run, tmp_path, damage):
+  """One flipped byte, a short file, a missing file: named, with the way back."""
+  config, original = short_run
+  shutil.copytree(original, tmp_path, dirs_exist_ok=True)
   directory = checkpoints.step_directory(tmp_path / 'checkpoints', 2)
   victim = max((p for p in (directory / 'params').rglob('*') if p.is_file()),
                key=lambda p: p.stat().st_size)
@@ -346,8 +363,18 @@ def test_damaged_checkpoint_is_not_used(corpus, tmp_path, damage):
     victim.write_bytes(content)
   elif damage == 'truncate':
     victim.write_bytes(content[:-1])
+  elif damage == 'manifest':
+    victim = directory / 'manifest.json'
+    victim.unlink()
   else:
     victim.unlink()
-  with pytest.raises(UserError, match=f'{victim.name}.*damaged.*to continue from step 1'):
+  with pytest.raises(UserError, match=f'{victim.name}.*damaged; --allow_older_checkpoint continues '
+                     'from step 1'):
     train_job.run(config, tmp_path)
   assert directory.exists()
+  if damage != 'flip':  # the others go back in the same way; --mode=drill runs them all
+    return
+  train_job.run(config, tmp_path, allow_older_checkpoint=True)
+  assert (tmp_path / 'checkpoints' / 'damaged-00000002' / 'params').is_dir()
+  assert checkpoints.read_manifest(tmp_path / 'checkpoints', 2)['step'] == 2
+  assert [step for step, _ in losses(tmp_path)] == [1, 2]
