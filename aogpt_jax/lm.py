@@ -225,7 +225,7 @@ def _load_run(path: pathlib.Path, ema: bool) -> LanguageModel:
     raise UserError(f'{path}: not a run directory: {run / "config.json"} does not exist')
   config = read_config(run)
   directory = run / 'checkpoints'
-  steps = checkpoints.finished_steps(directory)
+  steps = checkpoints.saved_steps(directory)
   if not steps:
     raise UserError(f'{directory}: no finished checkpoint yet')
   step = steps[-1] if step is None else step

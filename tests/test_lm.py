@@ -1,6 +1,7 @@
 """A trained run in text: load, sample, infill, score."""
 
 import dataclasses
+import shutil
 
 import jax
 import numpy as np
@@ -27,6 +28,15 @@ def test_load_takes_a_run_a_step_and_either_weights(text_run, lm):
     aogpt_jax.load(text_run / 'checkpoints' / '00000007')
   with pytest.raises(UserError, match='not a run directory'):
     aogpt_jax.load(text_run.parent)
+
+
+def test_a_newest_checkpoint_without_its_manifest_is_not_passed_over(text_run, tmp_path):
+  """The older one is loaded only by its own directory."""
+  shutil.copytree(text_run, tmp_path / 'run')
+  (tmp_path / 'run' / 'checkpoints' / '00000030' / 'manifest.json').unlink()
+  with pytest.raises(UserError, match='00000030/manifest.json: is missing'):
+    aogpt_jax.load(tmp_path / 'run')
+  assert aogpt_jax.load(tmp_path / 'run' / 'checkpoints' / '00000020').step == 20
 
 
 def test_samples_are_reproducible_and_of_the_tokenizer(lm):

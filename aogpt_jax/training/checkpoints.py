@@ -89,6 +89,11 @@ def _lost_manifest(directory: pathlib.Path) -> list[int]:
   return [step] if path.exists() and not (path / MANIFEST).exists() else []
 
 
+def saved_steps(directory: pathlib.Path) -> list[int]:
+  """`finished_steps`, and the newest also where its manifest was lost since."""
+  return sorted(finished_steps(directory) + _lost_manifest(directory))
+
+
 def newest_sound(directory: pathlib.Path, allow_older: bool) -> dict[str, Any] | None:
   """What the manifest of the checkpoint to continue from says, None if there is none.
 
@@ -104,7 +109,7 @@ def newest_sound(directory: pathlib.Path, allow_older: bool) -> dict[str, Any] |
   Raises:
     UserError: if the newest is damaged, and `allow_older` is not set or there is no older one.
   """
-  steps = sorted(finished_steps(directory) + _lost_manifest(directory))
+  steps = saved_steps(directory)
   manifest = None
   while steps and manifest is None:
     step = steps.pop()
