@@ -43,6 +43,10 @@ class BytePieces:
     ids = check_ids(ids, self.vocab_size)
     return b''.join([self._bytes[i] for i in ids.tolist()]).decode('utf-8', errors='replace')
 
+  def count_bytes(self, token_counts: np.ndarray) -> int:
+    """UTF-8 bytes of tokens that occur token_counts (vocab_size,) times each."""
+    return int(np.dot(token_counts, [len(piece) for piece in self._bytes]))
+
   def pieces(self, ids: Sequence[int] | np.ndarray) -> list[str]:
     """The text of each of the ids (n,); joined, they are `decode(ids)`.
 

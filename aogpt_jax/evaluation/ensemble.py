@@ -12,6 +12,7 @@ at every step, so that only the (small) difference to it has to be estimated.
 
 import dataclasses
 import functools
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,8 @@ from aogpt_jax import data, keys, objective, orders as orders_lib, sharding as s
 from aogpt_jax.config import check
 from aogpt_jax.evaluation.perplexity import order_draw, standard_error
 from aogpt_jax.model import AOGPT
+
+log = logging.getLogger(__name__)
 
 LENGTHS = 16  # prefixes are padded to one of so many lengths, each compiled once
 
@@ -326,6 +329,8 @@ def evaluate_ensemble(block_nll: Callable[..., jax.Array], step_nll: StepNLL, pa
       nll[several], computed = score_entries(step_nll, params, tokens, contexts, block, at,
                                              batch_size, devices)
       items[m + 1] = items[m] + computed
+      if m + 1 in sizes:
+        log.info('%d context orders: %s items so far', m + 1, f'{items[m + 1]:,}')
       yield nll
 
   prefix_items = int(_padded_length(np.arange(2, n), n).sum())

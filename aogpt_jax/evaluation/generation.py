@@ -6,12 +6,14 @@ distinctness and repetition next to it.
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from aogpt_jax.config import check
+from aogpt_jax.data import online
 from aogpt_jax.errors import UserError
 from aogpt_jax.evaluation.perplexity import standard_error
 
@@ -72,9 +74,12 @@ def hugging_face_judge(name: str) -> Judge:
     raise UserError(f'--judge={HF_PREFIX}{name}: {error.name} is not installed; '
                     "pip install 'aogpt_jax[judge]', or name a run of this project") from None
   transformers.logging.set_verbosity_error()
+  # Without a network transformers would try for a minute; its cache is asked at once.
+  offline = not (os.path.isdir(name) or online.reachable('https://huggingface.co'))
   try:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(name).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=offline)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        name, local_files_only=offline).eval()
   except (OSError, ValueError) as error:
     raise UserError(f'--judge={HF_PREFIX}{name}: cannot be loaded, neither as a directory nor from '
                     f'the Hub: {str(error).splitlines()[0]}') from None

@@ -20,7 +20,7 @@ from aogpt_jax import (
   sharding as sharding_lib,
 )
 from aogpt_jax.config import Config
-from aogpt_jax.data import corpora
+from aogpt_jax.data import corpora, tokenizers
 from aogpt_jax.errors import UserError
 from aogpt_jax.evaluation import generation
 from aogpt_jax.report import plots, tables
@@ -38,26 +38,31 @@ QUALITY_COLUMNS = ('steps', 'top_p', 'temperature', 'perplexity', 'perplexity_er
                    'length', 'num_texts')
 
 
-def _units(nats_per_token: float, prepared: Any) -> tables.Row:
-  """Per word and per byte: tokens, words and bytes are those of the whole corpus."""
-  nats = nats_per_token * prepared.num_tokens
-  return {'perplexity_per_word': float(np.exp(nats / prepared.num_words)),
-          'bits_per_byte': nats / math.log(2) / prepared.num_bytes}
+def _units(nats_per_token: float, prepared: Any, tokenizer: tokenizers.ByteTokenizer,
+           ) -> tables.Row:
+  """Per byte of the blocks' text, and per word: the corpus' words by the share of its bytes."""
+  counts = prepared.token_counts
+  nats, num_bytes = nats_per_token * counts.sum(), tokenizer.count_bytes(counts)
+  num_words = prepared.num_words * num_bytes / prepared.num_bytes
+  return {'perplexity_per_word': float(np.exp(nats / num_words)),
+          'bits_per_byte': float(nats / math.log(2) / num_bytes)}
 
 
-def _perplexity_row(corpus: str, estimate: evaluation.Estimate, prepared: Any) -> tables.Row:
+def _perplexity_row(corpus: str, estimate: evaluation.Estimate, prepared: Any,
+                    tokenizer: tokenizers.ByteTokenizer) -> tables.Row:
   errors = [e for e in (estimate.error_over_orders, estimate.error_over_blocks) if e == e]
-  return (dataclasses.asdict(estimate) | _units(estimate.nats_per_token, prepared) | {
+  log.info('%s, %s: %.4f nats per token', corpus, estimate.order, estimate.nats_per_token)
+  return (dataclasses.asdict(estimate) | _units(estimate.nats_per_token, prepared, tokenizer) | {
       'corpus': corpus, 'num_ensembles': 0, 'perplexity': estimate.perplexity,
-      'perplexity_error': estimate.perplexity * math.hypot(*errors),
+      'perplexity_error': estimate.perplexity * math.hypot(*errors) if errors else math.nan,
       'context_length': prepared.block_length})
 
 
 def _ensemble_row(corpus: str, estimate: evaluation.EnsembleEstimate, prepared: Any,
-                  ) -> tables.Row:
+                  tokenizer: tokenizers.ByteTokenizer) -> tables.Row:
   e = estimate
   part = f' ({e.num_blocks} blocks)' if e.num_blocks < prepared.num_blocks else ''
-  return (dataclasses.asdict(e) | _units(e.nats_per_token, prepared) | {
+  return (dataclasses.asdict(e) | _units(e.nats_per_token, prepared, tokenizer) | {
       'corpus': corpus, 'order': f'uniform, ensemble of {e.num_ensembles}{part}',
       'perplexity': e.perplexity, 'perplexity_error': e.perplexity * e.error_over_blocks,
       'of_full_forwards': e.items / e.full_forward_items, 'of_exact': e.items / e.exact_items,
@@ -97,7 +102,7 @@ def perplexities(config: Config, lm: lm_lib.LanguageModel, corpora_: list[str], 
     for name in orders or evaluation.known_orders(lm.config):
       log.info('%s, %s: %s blocks', corpus, name, f'{len(blocks):,}')
       found = evaluation.estimate(run_config, block_nll, params, blocks, mesh, name)
-      rows.append(_perplexity_row(corpus, found, prepared))
+      rows.append(_perplexity_row(corpus, found, prepared, lm.tokenizer))
     if config.eval.num_ensembles:
       some = evaluation.evenly_spaced(blocks, config.eval.ensemble_blocks)
       log.info('%s, ensembles of up to %d context orders: %s blocks', corpus,
@@ -105,7 +110,7 @@ def perplexities(config: Config, lm: lm_lib.LanguageModel, corpora_: list[str], 
       curve = evaluation.evaluate_ensemble(
           block_nll, step_nll, params, some, mesh, _sizes(config.eval.num_ensembles),
           config.eval.ensemble_steps, config.eval.batch_size)
-      ensembles += [_ensemble_row(corpus, e, prepared) for e in curve]
+      ensembles += [_ensemble_row(corpus, e, prepared, lm.tokenizer) for e in curve]
   return rows, ensembles
 
 
@@ -144,6 +149,7 @@ def _perplexity_page(config: Config, lm: lm_lib.LanguageModel, corpora_: list[st
   if not distributed.is_first():
     return page
   tables.write(output, 'perplexity', rows + ensembles, about, page)
+  (output / 'ensemble.png').unlink(missing_ok=True)  # that of an earlier call
   if ensembles:
     plots.ensemble_curve(output / 'ensemble.png', ensembles, 'Ensembles over context orders')
   return page
@@ -196,6 +202,11 @@ def run(config: Config, workdir: pathlib.Path, source: pathlib.Path | None = Non
   """
   config_lib.check(not judge or jax.process_count() == 1, '--judge', judge, 'is for one process: '
                    'leave out --distributed or --coordinator')
+  others = {'--corpus': corpora_, '--order': orders,
+            'eval.num_ensembles': config.eval.num_ensembles}
+  for name, value in others.items():
+    config_lib.check(not (judge and value), name, value, 'is not used with --judge, which replaces '
+                     'the perplexities by the quality of texts; leave one of them out')
   source, output = source or workdir, output or workdir / 'evaluation'
   distributed.on_first(lambda: tables.make_directory(output))
   lm = distributed.together(lambda: lm_lib.load(source, config.eval.ema, tokenizer))
@@ -207,6 +218,7 @@ def run(config: Config, workdir: pathlib.Path, source: pathlib.Path | None = Non
   if judge:
     page = _quality_page(config, lm, judge, output, about)
   else:
-    page = _perplexity_page(config, lm, corpora_ or [config.data.validation], orders or [], workdir,
+    page = _perplexity_page(config, lm, list(dict.fromkeys(corpora_ or [config.data.validation])),
+                            list(dict.fromkeys(orders or [])), workdir,
                             output, about)
   print(f'{page}\n\nWritten to {output}/')

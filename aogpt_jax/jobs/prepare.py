@@ -79,6 +79,8 @@ def run(config: Config, workdir: pathlib.Path) -> None:
     UserError: for a bad corpus or directory, or a tokenizer that does not fit the model.
   """
   check(config)
+  config_lib.check(not workdir.exists() or workdir.is_dir(), '--workdir', str(workdir),
+                   'is a file, must be a directory')
   prepared = blocks(config, workdir, tokenizer(config, workdir))
   if not any(p.fresh for p in prepared):
     print('The data is ready: nothing was left to do.')

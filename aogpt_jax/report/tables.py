@@ -18,7 +18,7 @@ FORMATS = {
     'error_over_blocks': ('± over blocks', '{:.4f}'),
     'gain': ('gain over M = 1', '{:.4f}'), 'gain_error': ('±', '{:.4f}'),
     'perplexity': ('perplexity', '{:.2f}'), 'perplexity_error': ('±', '{:.2f}'),
-    'perplexity_per_word': ('per word', '{:.1f}'), 'bits_per_byte': ('bits/byte', '{:.4f}'),
+    'perplexity_per_word': ('per word', '{:.6g}'), 'bits_per_byte': ('bits/byte', '{:.4f}'),
     'num_draws': ('draws', '{}'), 'num_blocks': ('blocks', '{:,}'),
     'num_tokens': ('tokens', '{:,}'), 'context_length': ('context', '{:,}'),
     'items': ('items computed', '{:,}'), 'of_full_forwards': ('of n·M forwards', '{:.4f}'),
@@ -74,7 +74,8 @@ def make_directory(directory: pathlib.Path) -> None:
     probe.touch()
     probe.unlink()
   except OSError as error:
-    raise UserError(f'--output={directory}: cannot be written: {error.strerror}') from None
+    kind = 'is a file, must be a directory' if directory.is_file() else 'cannot be written'
+    raise UserError(f'--output={directory}: {kind}: {error.strerror}') from None
 
 
 def write(directory: pathlib.Path, name: str, rows: Sequence[Row], about: Row, page: str,

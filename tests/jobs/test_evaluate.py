@@ -31,7 +31,7 @@ def config(text_run):
 @pytest.fixture(scope='module')
 def other_corpus(tmp_path_factory):
   path = tmp_path_factory.mktemp('corpus') / 'other.txt'
-  path.write_text('Nine eight seven, nine eight seven.\n' * 20)
+  path.write_text('Nine eight seven, nine eight seven.\n' * 21)
   return f'files:{path}'
 
 
@@ -51,13 +51,17 @@ def test_perplexities_of_two_corpora(config, text_run, other_corpus, tmp_path, c
     assert row['nats_per_token'] == pytest.approx(estimate['nats_per_token'], abs=1e-5)
     assert f'{row["perplexity"]:.2f} ± {row["perplexity_error"]:.2f}' in page
   row = rows[other_corpus, 'uniform']
-  text = 'Nine eight seven, nine eight seven.\n' * 20
-  tokens = len(aogpt_jax.load(text_run).tokenizer.encode(text)) + 1  # and end-of-text
-  assert row['num_tokens'] == tokens // 16 * 16 == row['num_blocks'] * 16
+  text = 'Nine eight seven, nine eight seven.\n' * 21
+  tokenizer = aogpt_jax.load(text_run).tokenizer
+  ids = tokenizer.encode(text)
+  tokens = (len(ids) + 1) // 16 * 16  # with end-of-text, without the rest that fills no block
+  assert row['num_tokens'] == tokens == row['num_blocks'] * 16
+  num_bytes = len(tokenizer.decode(ids[:tokens]))
+  assert num_bytes < len(text)
   assert row['bits_per_byte'] == pytest.approx(
-      row['nats_per_token'] * tokens / math.log(2) / len(text))
+      row['nats_per_token'] * tokens / math.log(2) / num_bytes)
   assert row['perplexity_per_word'] == pytest.approx(
-      math.exp(row['nats_per_token'] * tokens / 120))
+      math.exp(row['nats_per_token'] * tokens / (126 * num_bytes / len(text))))
   assert row['perplexity_error'] == pytest.approx(row['perplexity'] * math.hypot(
       row['error_over_orders'], row['error_over_blocks']))
   assert (tmp_path / 'out' / 'ensemble.png').read_bytes().startswith(b'\x89PNG')
@@ -85,6 +89,9 @@ def test_quality_of_texts_under_a_judge(config, text_run, tmp_path, capsys):
       config, sample=config_lib.SampleConfig(num_samples=16),
       eval=dataclasses.replace(config.eval, generation_steps=(4, 16, 64), top_ps=(1.0, 0.5),
                                temperatures=(1.5, 0.2)))
+  small = dataclasses.replace(small, eval=dataclasses.replace(small.eval, num_ensembles=0))
+  with pytest.raises(UserError, match='--order=.*is not used with --judge'):
+    evaluate.run(small, tmp_path, text_run, orders=['uniform'], judge=str(text_run))
   evaluate.run(small, tmp_path, text_run, judge=str(text_run))
   found = json.loads((tmp_path / 'evaluation' / 'generation.json').read_text())
   rows = {(row['steps'], row['top_p']): row for row in found['results']}
@@ -120,7 +127,7 @@ def test_a_reference_file_and_the_run_made_of_it(config, reference_file, other_c
     found.append(json.loads((tmp_path / 'out' / 'perplexity.json').read_text()))
   assert found[0]['results'] == found[1]['results'] and found[0]['step'] == 7
   assert found[0]['tokenizer_fingerprint'] == found[1]['tokenizer_fingerprint']
-  assert found[0]['results'][0]['num_tokens'] == 720 // 16 * 16
+  assert found[0]['results'][0]['num_tokens'] == 757 // 16 * 16
   assert aogpt_jax.load(tmp_path / 'run').infill('One <mask:2>!', seed=0)[0].startswith('One ')
   with pytest.raises(UserError, match='has its own; leave it out'):
     aogpt_jax.load(tmp_path / 'run', tokenizer='bytes')
@@ -154,7 +161,7 @@ def test_an_encoder(config, text_run, other_corpus, tmp_path):
     ({}, dict(corpora_=['files:none.txt']), 'no file matches'),
     ({'ensemble_steps': 17}, {}, 'ensemble_steps=17: must be at most the 16'),
     ({'batch_size': 9}, {}, 'eval.batch_size=9: rows are split over'),
-    ({}, dict(judge='nowhere'), '--judge=nowhere'),
+    ({'num_ensembles': 0}, dict(judge='nowhere'), '--judge=nowhere'),
     ({}, dict(output=pathlib.Path('/proc/x')), '--output=/proc/x: cannot be written'),
     ({}, dict(source='nowhere'), 'not a run directory')])
 def test_mistakes(config, text_run, tmp_path, changes, args, message):

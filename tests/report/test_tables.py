@@ -37,5 +37,5 @@ def test_files_hold_every_number(tmp_path):
     lines = list(csv.DictReader(file))
   assert float(lines[0]['perplexity_error']) == 0.125 and lines[1]['perplexity_error'] == ''
   (tmp_path / 'file').touch()
-  with pytest.raises(UserError, match='--output=.*file: cannot be written'):
+  with pytest.raises(UserError, match='--output=.*file: is a file, must be a directory'):
     tables.write(tmp_path / 'file', 'x', ROWS, {}, 'page')
