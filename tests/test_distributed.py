@@ -94,6 +94,7 @@ def one_device(monkeypatch):
       sharding_lib.MeshConfig(), jax.devices()[:1]))
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(tmp_path, one_device):
   """Weights divided over both: losses and validation as in one process with one device.
 

@@ -62,7 +62,9 @@ def _train(*sizes):
   return np.array(losses), max(map(of_device, mesh.devices.flat)), weights
 
 
-@pytest.mark.parametrize('sizes', [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 8)])
+@pytest.mark.parametrize('sizes', [
+    (1, 8, 1), (2, 2, 2), pytest.param((8, 1, 1), marks=pytest.mark.slow),
+    pytest.param((1, 1, 8), marks=pytest.mark.slow)])
 def test_five_updates_are_those_of_one_device(sizes):
   """With dropout, micro-batches and a chunked loss; the losses move, and the weights agree."""
   losses, _, weights = _train(*sizes)
@@ -102,6 +104,7 @@ def test_the_state_of_medium_is_an_eighth_a_device_under_fsdp():
       assert 7.95 < whole / part <= 8 if sizes[1] == 8 else whole == part, name
 
 
+@pytest.mark.slow
 def test_an_encoder_s_updates_are_those_of_one_device():
   """Masks are drawn by the row's number in the global batch, so a mesh does not change them."""
   config = dataclasses.replace(CONFIG, model=dataclasses.replace(

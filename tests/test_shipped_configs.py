@@ -87,7 +87,9 @@ def shrink(config: Config) -> Config:
 NETS = {shrink(load(*run)).model: run for run in reversed(RUNS)}
 
 
-@pytest.mark.parametrize(('path', 'variant'), sorted(NETS.values()))
+@pytest.mark.parametrize(('path', 'variant'), [
+    pytest.param(*run, marks=[pytest.mark.slow] * ('medium' in run[0] or 'figure' in run[0]))
+    for run in sorted(NETS.values())])
 def test_every_net_trains_one_step(path, variant):
   config = shrink(load(path, variant))
   recipe = step_lib.make_recipe(config)

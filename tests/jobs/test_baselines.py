@@ -51,6 +51,7 @@ def test_encoder(tmp_path):
   assert 0 < likely.nats < unlikely.nats
 
 
+@pytest.mark.slow
 def test_left_to_right_gpt(tmp_path, capsys, caplog):
   """Scored and sampled in its own order; it continues a text and refuses any other hole."""
   lm, evaluation, _ = _run(

@@ -48,6 +48,7 @@ def test_the_two_counts_of_flops_agree():
   assert 1.0 < plan.counted_flops(CONFIG) / formula < 1.2
 
 
+@pytest.mark.slow
 def test_remat_lowers_the_memory_of_a_step():
   """none > dots > full. Without names on the linear layers, dots would be full."""
   mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])

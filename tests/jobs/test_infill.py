@@ -75,6 +75,7 @@ def test_mistakes_are_one_line(text_run, args, message):
   assert message in line and 'Traceback' not in result.stderr
 
 
+@pytest.mark.slow
 def test_bench_prints_both_sides(text_run):
   """Calls, acceptance and times of the samplers; items of a decoder and an encoder."""
   small = ('--mode=bench', '--config.sample.num_samples=2', '--config.sample.steps=4')

@@ -136,7 +136,8 @@ def test_a_bad_record_is_one_line_of_the_command(corpus, tmp_path):
                     f'--config.data.tokenizer={tmp_path}/x.model')
   assert result.returncode == 2
   assert result.stderr.splitlines() == [
-      f'error: {path}, line 4: must be a JSON object with the text in a string field "text"']
+      f'error: {path}, line 4: must be a JSON object with the text in a string field "text"; '
+      'it has text']
 
 
 def test_another_modes_flag(tmp_path):

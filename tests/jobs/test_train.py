@@ -104,7 +104,7 @@ def straight(corpus, tmp_path_factory) -> pathlib.Path:
   return workdir
 
 
-@pytest.mark.parametrize('where', ['arrays', 'manifest'])
+@pytest.mark.parametrize('where', ['arrays', pytest.param('manifest', marks=pytest.mark.slow)])
 def test_resume_after_kill_is_bitwise(corpus, straight, tmp_path, where):
   """Killed while saving step 12, the run goes on from 9: same losses, same bytes at step 20."""
   config, workdir = make_config(corpus), tmp_path / 'killed'
@@ -155,6 +155,7 @@ def test_another_config_is_refused(corpus, straight):
   assert checkpoints.finished_steps(straight / 'checkpoints') == [18, 20]
 
 
+@pytest.mark.slow
 def test_overwrite_restarts(corpus, tmp_path):
   """--overwrite deletes the run and keeps what is not the run's."""
   short = dict(num_steps=2, checkpoint_every=0)
@@ -190,6 +191,7 @@ def test_a_tokenizer_without_a_run_is_not_taken(corpus, straight, tmp_path):
   assert (tmp_path / 'tokenizer.model').read_bytes() == content
 
 
+@pytest.mark.slow
 def test_a_start_killed_while_packing_starts_anew(corpus, tmp_path, monkeypatch):
   """What it leaves does not bind the next start, which has another vocabulary."""
   def killed(*args):
@@ -266,7 +268,8 @@ def test_only_unfinished_saves_are_removed(tmp_path):
   assert sorted(path.name for path in tmp_path.iterdir()) == ['best', 'damaged-00000002']
 
 
-@pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize('signum', [
+    signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_exits_with_0(corpus, tmp_path, signum):
   """The signal arrives in mid-run; the step it was at is saved, and the run goes on from there."""
   config = make_config(corpus, train=dict(num_steps=100_000, checkpoint_every=0))
@@ -315,6 +318,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(corpus, tmp_path):
   batches.close()
 
 
+@pytest.mark.slow
 def test_changed_corpus_is_refused(tmp_path):
   """Continuing on another text of the same name would change the order of batches."""
   text = tmp_path / 'text.txt'

@@ -31,7 +31,7 @@ def make_config(tmp_path, tokenizer, num_steps=2):
       'eval': dict(num_orders=2), 'sample': dict(num_samples=0)})
 
 
-@pytest.mark.parametrize('kind', ['gpt2', 'bytes'])
+@pytest.mark.parametrize('kind', ['gpt2', pytest.param('bytes', marks=pytest.mark.slow)])
 def test_a_run_continues_and_loads_with_its_own_copy(tmp_path, monkeypatch, kind):
   def gone():
     raise UserError('no cache and no network')

@@ -196,8 +196,10 @@ def test_a_given_text_comes_back_whole():
 SMALL = dict(vocab_size=3, context_length=4, gate_init=0.0, init_std=0.35)
 
 
-@pytest.mark.parametrize('encoding', ENCODINGS)
-@pytest.mark.parametrize(('groups', 'calls'), [((1, 1, 1, 1), 6), ((2, 2), 3)])
+@pytest.mark.parametrize(('groups', 'calls', 'encoding'), [
+    ((1, 1, 1, 1), 6, 'target_rotary'), ((2, 2), 3, 'learned'),
+    pytest.param((1, 1, 1, 1), 6, 'learned', marks=pytest.mark.slow),
+    pytest.param((2, 2), 3, 'target_rotary', marks=pytest.mark.slow)])
 def test_samples_follow_the_law_of_the_model(encoding, groups, calls):
   """Chi-square over 24 orders x 81 sequences against their probabilities, 16,800 draws a call.
 

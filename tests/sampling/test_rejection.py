@@ -54,6 +54,7 @@ def test_one_token_is_drawn_from_its_law():
   assert (np.asarray(found.calls) == 2).all()
 
 
+@pytest.mark.slow
 def test_it_is_not_lossless():
   """20,000 texts are far from the average over orders of the model's law, as the notes say."""
   sequences = np.array(list(itertools.product(range(V), repeat=N)), np.int32)

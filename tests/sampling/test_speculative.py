@@ -148,7 +148,7 @@ def test_parallel_generation_has_another_law():
 
 @pytest.mark.parametrize(('name', 'wrong', 'batches'), [
     ('_residual', lambda q, p: q, FEW),
-    ('_kept', lambda new, chain: new[:, -chain:], BATCHES)])
+    pytest.param('_kept', lambda new, chain: new[:, -chain:], BATCHES, marks=pytest.mark.slow)])
 def test_a_wrong_sampler_is_noticed(fast, monkeypatch, name, wrong, batches):
   """A refused draft replaced from q; the keys and values of a copy cached."""
   monkeypatch.setattr(module, name, wrong)
