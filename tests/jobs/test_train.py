@@ -168,6 +168,7 @@ def test_overwrite_restarts(corpus, tmp_path):
   assert (tmp_path / 'notes.txt').read_text() == 'mine'
 
 
+@pytest.mark.slow
 def test_overwrite_deletes_runs_only(corpus, tmp_path):
   """Files with the names of a run's, in a directory that is none, are somebody else's."""
   (tmp_path / 'data').mkdir()
@@ -232,6 +233,7 @@ def test_a_lost_tokenizer_is_not_replaced_by_another(tmp_path):
   train_job.run(config, workdir)  # the advice of the message works
 
 
+@pytest.mark.slow
 def test_sampling_refuses_another_tokenizer(corpus, tmp_path):
   train_job.run(make_config(corpus, train=dict(num_steps=1)), tmp_path)
   other = tokenizers.train_sentencepiece([TEXT[::-1] * 40], 290)

@@ -81,6 +81,7 @@ def test_accumulation_changes_nothing():
   assert min(jax.tree.leaves(moved)) > 1e-3  # the comparison is not between untouched weights
 
 
+@pytest.mark.slow
 def test_each_micro_batch_has_its_own_dropout():
   """Equal rows in both micro-batches: with one key for both, the halves' losses would be equal."""
   config = _tiny(accumulation=2)
