@@ -14,7 +14,7 @@ from aogpt_jax.model import attention_backends as backends
 class Past(NamedTuple):
   """Cached keys and values of one layer, and who may see what.
 
-  key, value: (B, S, H, K).
+  key, value: (B, H, K, S).
   cached_visible: (T, S) or (B, T, S) bool, whether new item t sees cached item s.
   new_visible: (T, T) or (B, T, T) bool, whether new item t sees new item u.
   """
@@ -65,17 +65,18 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, past: Past | None
   if past is None:
     return jax.nn.dot_product_attention(query, key, value, is_causal=causal)
   # Two score blocks under one softmax: concatenating the cache itself would copy it at every step.
+  items_last = lambda x: jnp.moveaxis(x, 1, -1)
   scores = jnp.concatenate([
       _scores(query, past.key, past.cached_visible),
-      _scores(query, key, past.new_visible)], axis=-1)
+      _scores(query, items_last(key), past.new_visible)], axis=-1)
   weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-  length = past.key.shape[1]
-  mix = lambda w, v: jnp.einsum('bhts,bshk->bthk', w, v)
-  return mix(weights[..., :length], past.value) + mix(weights[..., length:], value)
+  slots = past.key.shape[-1]
+  mix = lambda w, v: jnp.einsum('bhts,bhks->bthk', w, v)
+  return mix(weights[..., :slots], past.value) + mix(weights[..., slots:], items_last(value))
 
 
 def _scores(query: jax.Array, key: jax.Array, visible: jax.Array) -> jax.Array:
-  """Returns (B, H, T, S) float32 scores, -inf where not visible."""
-  scores = jnp.einsum('bthk,bshk->bhts', query, key, preferred_element_type=jnp.float32)
+  """Of key (B, H, K, S): (B, H, T, S) float32 scores, -inf where not visible."""
+  scores = jnp.einsum('bthk,bhks->bhts', query, key, preferred_element_type=jnp.float32)
   visible = jnp.expand_dims(visible, -3)  # over heads
   return jnp.where(visible, scores * query.shape[-1] ** -0.5, -jnp.inf)

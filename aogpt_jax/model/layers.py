@@ -48,6 +48,7 @@ def _matmul_forward(x, kernel, num_contracted):
 
 def _matmul_backward(num_contracted, saved, g):
   x, kernel = saved
+  x = jax.lax.optimization_barrier(x)
   rows = tuple(range(x.ndim - num_contracted))
   outputs = g.ndim - len(rows)
   trailing = lambda ndim: tuple(range(ndim - outputs, ndim))
@@ -89,6 +90,10 @@ def make_norm(config: ModelConfig, features: int, *, rngs: nnx.Rngs) -> nnx.RMSN
     return nnx.RMSNorm(features, **options)
   # The variance as mean (x - mean)^2: E x^2 - mean^2 loses digits.
   return nnx.LayerNorm(features, use_bias=config.use_bias, use_fast_variance=False, **options)
+
+
+def gelu(x: jax.Array) -> jax.Array:
+  return 0.5 * x * (1 + jax.lax.erf(x * 0.5 ** 0.5))
 
 
 def modulate(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
@@ -184,8 +189,10 @@ class Block(nnx.Module):
     """Returns x with what is added to it, and (shift, scale, gate) of both branches."""
     if table is None:
       return x, PLAIN
-    rows = take_rows(table, target).astype(jnp.float32)
-    return (x, jnp.moveaxis(rows, 2, 0)) if self.injection == 'adaln' else (x + rows, PLAIN)
+    take = lambda table: take_rows(table, target).astype(jnp.float32)
+    if self.injection == 'adaln':
+      return x, [take(table[:, i]) for i in range(6)]
+    return x + take(table), PLAIN
 
   def __call__(self, x: jax.Array, table: jax.Array | None, position: jax.Array, target: jax.Array,
                past: attention.Past | None = None, key: jax.Array | None = None,
@@ -209,5 +216,5 @@ class Block(nnx.Module):
     y, key_value = self.attention(modulate(self.norm1(x), shift1, scale1), position, target, past)
     x = x + gate1 * drop(y, key1)
     y = self.up(modulate(self.norm2(x), shift2, scale2))
-    y = self.down(jax.nn.gelu(y, approximate=False))
+    y = self.down(gelu(y))
     return x + gate2 * drop(y, key2), key_value

@@ -21,7 +21,7 @@ from aogpt_jax.config import POLICIES, check, check_choice
 from aogpt_jax.model import AOGPT, Items
 from aogpt_jax.model.attention import Past
 from aogpt_jax.model.decoder import NONE_POSITION
-from aogpt_jax.sampling import parallel
+from aogpt_jax.sampling import cache as cache_lib, parallel
 from aogpt_jax.sampling.logits import SamplingRule, sample_categorical, token_details, transform
 from aogpt_jax.sampling.schedules import GIVEN
 
@@ -69,9 +69,8 @@ def _adaptive(graphdef, params, row_keys, generated, orders, first, end, *, rule
     cache, is_open, token, position, tokens, turn, log_prob, rank = carry
     target = _candidates(candidate_keys, step, is_open, count)
     copies = lambda x: jnp.broadcast_to(x[:, None], target.shape)
-    visible = jnp.broadcast_to(cache.valid[:, None], (batch, count, layout.slots))
-    past = [Past(k, v, visible, jnp.eye(count, dtype=bool))
-            for k, v in zip(cache.keys, cache.values)]
+    visible = jnp.broadcast_to(cache.valid[:, None], (batch, count, cache.valid.shape[1]))
+    past = [Past(*layer, visible, jnp.eye(count, dtype=bool)) for layer in cache.layers]
     hidden, new = model.extend(Items(copies(token), copies(position), target), layers, past)
     logits = model.logits(hidden)
     score = certainty(transform(logits, only_ids), policy)
@@ -81,7 +80,7 @@ def _adaptive(graphdef, params, row_keys, generated, orders, first, end, *, rule
     drawn = jax.vmap(sample_categorical)(
         jax.vmap(jax.random.fold_in)(token_keys, first + step), transform(logits, rule))
     winners = [(k[rows, best][:, None], v[rows, best][:, None]) for k, v in new]
-    cache = parallel.write(cache, winners, 0, 1, layout.prompt + step, active[:, None])
+    cache = cache_lib.write(cache, winners, 0, 1, layout.prompt + step, active[:, None])
     put = lambda old, new: old.at[rows, chosen].set(jnp.where(active, new, old[rows, chosen]))
     found = (drawn, jnp.full(batch, step), *token_details(logits, drawn))
     is_open = is_open.at[rows, chosen].set(False)
@@ -92,7 +91,12 @@ def _adaptive(graphdef, params, row_keys, generated, orders, first, end, *, rule
   unknown = jnp.full(orders.shape, GIVEN)
   carry = (cache, is_open, take_last(generated), position, by_position(generated), unknown,
            jnp.full(orders.shape, jnp.nan), unknown)
-  return jax.lax.fori_loop(0, layout.slots - layout.prompt, body, carry)[4:]
+  begin = 0
+  for slots in layout.slots:
+    carry = (cache_lib.grow(carry[0], slots), *carry[1:])
+    carry = jax.lax.fori_loop(begin, slots - layout.prompt, body, carry)
+    begin = slots - layout.prompt
+  return carry[4:]
 
 
 def adaptive(model: AOGPT, key: jax.Array, orders: jax.Array, *, policy: str = 'confidence',
@@ -126,7 +130,8 @@ def adaptive(model: AOGPT, key: jax.Array, orders: jax.Array, *, policy: str = '
   steps = int((end - first).max())
   if steps == 0:
     return parallel.nothing_generated(tokens)
-  layout = parallel.Layout(int(first.max()), 1, int(first.max()) + steps, 'causal')
+  prompt = int(first.max())
+  layout = parallel.Layout(prompt, 1, cache_lib.cut(prompt, prompt + steps), 'causal')
   graphdef, params = nnx.split(model)
   row_keys = keys.row_keys(key, jnp.arange(batch) if rows is None else jnp.asarray(rows))
   generated = jnp.take_along_axis(tokens, orders, axis=1)

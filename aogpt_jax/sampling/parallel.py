@@ -27,7 +27,8 @@ from aogpt_jax.errors import UserError
 from aogpt_jax.model import AOGPT, Items, MaskedEncoder, make_items
 from aogpt_jax.model.attention import Past
 from aogpt_jax.model.decoder import NONE_POSITION, Unstacked
-from aogpt_jax.sampling import masked
+from aogpt_jax.sampling import cache as cache_lib, masked
+from aogpt_jax.sampling.cache import Cache
 from aogpt_jax.sampling.logits import (
   DEFAULT_RULE,
   SamplingRule,
@@ -40,17 +41,6 @@ from aogpt_jax.sampling.schedules import GIVEN, reveal_counts, reveal_turns
 PREFILLS = ('causal', 'reversed')
 
 
-class Cache(NamedTuple):
-  """Keys and values of past items: per layer (B, S, H, K) each.
-
-  valid: (B, S) bool, the slots that hold an item of the row; others hold padding or garbage.
-  """
-
-  keys: list[jax.Array]
-  values: list[jax.Array]
-  valid: jax.Array
-
-
 class Plan(NamedTuple):
   """Who reveals what when; known before the loop starts.
 
@@ -58,20 +48,25 @@ class Plan(NamedTuple):
   slot: (steps,) int32, the first cache slot that a step writes.
   width: (steps,) int32, how many slots it keeps: caught-up items of the busiest row, and copy 0.
   steps: (B,) int32, how many steps a row takes; it may be done before the others.
+  turns: (segments + 1,) int32, the steps at which the cache grows, and the end.
   """
 
   known: jax.Array
   slot: jax.Array
   width: jax.Array
   steps: jax.Array
+  turns: jax.Array
 
 
 class Layout(NamedTuple):
-  """What is compiled in: longest prompt, largest group, cache slots, and the prompt's mask."""
+  """What is compiled in: longest prompt, largest group, cache slots, and the prompt's mask.
+
+  slots: of each segment of the cache, see `sampling.cache`.
+  """
 
   prompt: int
   group: int
-  slots: int
+  slots: tuple[int, ...]
   prefill: str
 
 
@@ -83,39 +78,30 @@ def _make_plan(known: np.ndarray, prefill: str) -> tuple[Plan, Layout]:
   width = caught_up + 1
   slot = prompt + np.cumsum(width) - width
   steps = (groups > 0).sum(axis=1)
-  plan = Plan(*(jnp.asarray(x, jnp.int32) for x in (known.T, slot, width, steps)))
   # A step writes `group` slots and the next one starts after `width` of them.
-  return plan, Layout(prompt, group, prompt + int(width.sum()) + group - 1, prefill)
-
-
-def write(cache: Cache, new: list[tuple[jax.Array, jax.Array]], first: int, last: int,
-          slot: jax.Array, valid: jax.Array) -> Cache:
-  """Writes the new items [first, last) to the slots from `slot` on; valid (B, last - first)."""
-  put = lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, slot, axis=1)
-  return Cache([put(old, k[:, first:last]) for old, (k, _) in zip(cache.keys, new)],
-               [put(old, v[:, first:last]) for old, (_, v) in zip(cache.values, new)],
-               put(cache.valid, valid))
+  slots = cache_lib.cut(prompt, prompt + int(width.sum()) + group - 1)
+  plan = Plan(*(jnp.asarray(x, jnp.int32) for x in (known.T, slot, width, steps)),
+              cache_lib.turns(slots, slot + group))
+  return plan, Layout(prompt, group, slots, prefill)
 
 
 def start(model: AOGPT, generated: jax.Array, orders: jax.Array, known: jax.Array, layout: Layout,
           ) -> tuple[Unstacked, Cache]:
   """An empty cache, or one with the items of the prompts, computed in one causal pass."""
   c, layers, batch = model.config, model.unstack(), orders.shape[0]
-  zeros = lambda: [jnp.zeros((batch, layout.slots, c.num_heads, c.head_dim), jnp.dtype(c.dtype))
-                   for _ in range(c.num_layers)]
-  cache = Cache(zeros(), zeros(), jnp.zeros((batch, layout.slots), bool))
+  cache = cache_lib.empty(c, batch, layout.slots[0])
   if not layout.prompt:
     return layers, cache
   items = make_items(generated[:, :layout.prompt], orders[:, :layout.prompt])
   valid = jnp.arange(layout.prompt) < known[:, None]
   past = [None] * c.num_layers  # causal: what pads a shorter prompt comes last and is not seen
   if layout.prefill == 'reversed':
-    nothing = jnp.zeros((batch, 0, c.num_heads, c.head_dim), jnp.dtype(c.dtype))
     later = jnp.triu(jnp.ones((layout.prompt, layout.prompt), bool)) & valid[:, None]
-    past = [Past(nothing, nothing, jnp.zeros((layout.prompt, 0), bool),
-                 later | jnp.eye(layout.prompt, dtype=bool))] * c.num_layers
+    past = [Past(*nothing, jnp.zeros((layout.prompt, 0), bool),
+                 later | jnp.eye(layout.prompt, dtype=bool))
+            for nothing in cache_lib.empty_layers(c, batch, 0)]
   _, new = model.extend(items, layers, past)
-  return layers, write(cache, new, 0, layout.prompt, jnp.int32(0), valid)
+  return layers, cache_lib.write(cache, new, 0, layout.prompt, jnp.int32(0), valid)
 
 
 def _step_items(generated: jax.Array, orders: jax.Array, before: jax.Array, known: jax.Array,
@@ -138,11 +124,12 @@ def _step(model: AOGPT, layers: Unstacked, cache: Cache, items: Items, caught_up
   causal = jnp.tril(jnp.ones((num_new, num_new), bool))
   new_visible = (causal & real[:, None, :]) | jnp.eye(num_new, dtype=bool)
   cached_visible = jnp.broadcast_to(cache.valid[:, None], (*real.shape, cache.valid.shape[1]))
-  past = [Past(k, v, cached_visible, new_visible) for k, v in zip(cache.keys, cache.values)]
+  past = [Past(*layer, cached_visible, new_visible) for layer in cache.layers]
   hidden, new = model.extend(items, layers, past)
+  slot = cache_lib.after(slot, hidden)
   if ahead:
-    cache = write(cache, new, 0, ahead, slot, real[:, :ahead])
-  cache = write(cache, new, ahead, group, slot + width - 1, jnp.ones_like(real[:, :1]))
+    cache = cache_lib.write(cache, new, 0, ahead, slot, real[:, :ahead])
+  cache = cache_lib.write(cache, new, ahead, group, slot + width - 1, jnp.ones_like(real[:, :1]))
   return model.logits(hidden[:, ahead:]), cache
 
 
@@ -167,8 +154,11 @@ def decode(model: AOGPT, generated: jax.Array, orders: jax.Array, plan: Plan, la
     state, generated = reveal(i, state, generated, logits, index, shown)
     return state, generated, cache
 
-  num_steps = plan.slot.shape[0]
-  return jax.lax.fori_loop(0, num_steps, body, (state, generated, cache))[:2]
+  carry = state, generated, cache
+  for i, slots in enumerate(layout.slots):
+    carry = (*carry[:2], cache_lib.grow(carry[2], slots))
+    carry = jax.lax.fori_loop(plan.turns[i], plan.turns[i + 1], body, carry)
+  return carry[:2]
 
 
 class Generation(NamedTuple):

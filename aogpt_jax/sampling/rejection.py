@@ -27,9 +27,9 @@ def _draft_laws(model: AOGPT, generated: jax.Array, orders: jax.Array, known: ja
   """Logits (B, n, V) of the law of each open entry of the order, all given the known ones alone."""
   batch, length = orders.shape
   # One parallel step that reveals all the rest; static sizes, whatever is known.
-  layout = parallel.Layout(length, length, 3 * length, 'causal')
+  layout = parallel.Layout(length, length, (3 * length,), 'causal')
   plan = parallel.Plan(jnp.stack([known, jnp.full(batch, length)]), jnp.array([length]),
-                       jnp.array([1]), jnp.ones(batch, jnp.int32))
+                       jnp.array([1]), jnp.ones(batch, jnp.int32), jnp.array([0, 1]))
   keep = lambda step, state, generated, logits, index, shown: (logits, generated)
   empty = jnp.zeros((batch, length, model.config.vocab_size), jnp.float32)
   padded = jnp.pad(generated, ((0, 0), (0, length)))

@@ -31,13 +31,11 @@ from aogpt_jax.config import check, check_choice
 from aogpt_jax.model import AOGPT, Items, make_items
 from aogpt_jax.model.attention import Past
 from aogpt_jax.model.decoder import NONE_POSITION, Unstacked
-from aogpt_jax.sampling import parallel
+from aogpt_jax.sampling import cache as cache_lib, parallel
+from aogpt_jax.sampling.cache import Layers
 from aogpt_jax.sampling.logits import DEFAULT_RULE, SamplingRule, sample_categorical, transform
 
 SCHEMES = ('T', 'FS')
-
-# Keys and values of one layer, (B, n, H, K) each; slot i belongs to item i.
-Cache = list[tuple[jax.Array, jax.Array]]
 
 
 class Speculation(NamedTuple):
@@ -62,14 +60,14 @@ class _State(NamedTuple):
 
   generated: (B, n) int32 in generation order: known tokens, then drafts, then garbage.
   known: (B,) int32, tokens that are final, at most `end`.
-  cache: of all layers; valid below `known`.
+  cache: of all layers, see `sampling.cache`; valid below `known`.
   draft_law: FS: (B, w, V) float32, the laws that the pending drafts were drawn from; T: None.
   calls, drafted, accepted: see `Speculation`.
   """
 
   generated: jax.Array
   known: jax.Array
-  cache: Cache
+  cache: Layers
   draft_law: jax.Array | None
   calls: jax.Array
   drafted: jax.Array
@@ -141,14 +139,14 @@ def _call(c: _Context, state: _State, start: jax.Array, chain: int, copies: int,
   causal = ahead[None, :] <= ahead[:, None]
   of_chain = (ahead[:, None] < chain) & (ahead[None, :] < chain)
   new_visible = (causal & of_chain) | jnp.eye(chain + copies, dtype=bool)
-  slots = jnp.arange(c.orders.shape[1])
+  slots = jnp.arange(state.cache[0][0].shape[-1])
   cached_visible = jnp.broadcast_to(slots < start[:, None, None], (*item.shape, len(slots)))
-  past = [Past(k, v, cached_visible, new_visible) for k, v in state.cache]
+  past = [Past(*layer, cached_visible, new_visible) for layer in state.cache]
   hidden, new = c.model.extend(items, c.layers, past)
-  chain_slots = start[:, None] + jnp.arange(chain)
-  cache = [(_put(old_k, chain_slots, _kept(k, chain)), _put(old_v, chain_slots, _kept(v, chain)))
-           for (old_k, old_v), (k, v) in zip(state.cache, new)]
-  return hidden, state._replace(cache=cache)
+  chain_slots = cache_lib.after(start[:, None] + jnp.arange(chain), hidden)
+  rows = jnp.arange(item.shape[0])[:, None]
+  put = lambda old, x: old.at[rows, :, :, chain_slots].set(_kept(x, chain), mode='drop')
+  return hidden, state._replace(cache=jax.tree.map(put, state.cache, new))
 
 
 def _law(c: _Context, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -232,16 +230,15 @@ def _one_call(c: _Context, window: int, state: _State) -> _State:
   return state._replace(draft_law=law, calls=calls)
 
 
-def _first_cache(c: _Context, generated: jax.Array, prefill: int) -> Cache:
-  """An empty cache with the items 0 .. prefill-1, computed in one causal pass."""
-  config = c.model.config
-  shape = (*c.orders.shape, config.num_heads, config.head_dim)
-  empty = jnp.zeros(shape, jnp.dtype(config.dtype))
+def _first_cache(c: _Context, generated: jax.Array, prefill: int, slots: int) -> Layers:
+  """A cache of `slots` slots with the items 0 .. prefill-1, computed in one causal pass."""
+  cache = cache_lib.empty(c.model.config, generated.shape[0], slots)
   if not prefill:
-    return [(empty, empty)] * config.num_layers
+    return cache.layers
   items = make_items(generated[:, :prefill], c.orders[:, :prefill])
-  _, new = c.model.extend(items, c.layers, [None] * config.num_layers)
-  return [(empty.at[:, :prefill].set(k), empty.at[:, :prefill].set(v)) for k, v in new]
+  _, new = c.model.extend(items, c.layers, [None] * c.model.config.num_layers)
+  valid = jnp.ones(items.token.shape, bool)
+  return cache_lib.write(cache, new, 0, prefill, jnp.int32(0), valid).layers
 
 
 @functools.partial(jax.jit, static_argnames=('graphdef', 'rule', 'window', 'scheme', 'prefill'))
@@ -259,10 +256,19 @@ def _speculate(graphdef, params, key, rows, generated, orders, known, end, *, ru
   law = None
   if scheme == 'FS':
     law = jnp.zeros((batch, window, model.config.vocab_size), jnp.float32)
-  state = _State(generated, known, _first_cache(c, generated, prefill), law, zero, zero, zero)
+  segments = cache_lib.cut(prefill, length)
+  cache = _first_cache(c, generated, prefill, segments[0])
+  state = _State(generated, known, cache, law, zero, zero, zero)
   body: Callable[[_State], _State] = functools.partial(
       _one_call if scheme == 'FS' else _two_calls, c, window)
-  return jax.lax.while_loop(lambda state: (state.known < end).any(), body, state)
+  for slots in segments:
+    state = state._replace(cache=cache_lib.grow(state.cache, slots))
+    # What a round writes fits the segment; what it writes behind the last token is dropped.
+    fits = lambda state, slots=slots: (
+        (slots == length) | (state.known.max() + window + 1 <= slots))
+    state = jax.lax.while_loop(
+        lambda state, fits=fits: (state.known < end).any() & fits(state), body, state)
+  return state
 
 
 def speculative(model: AOGPT, key: jax.Array, orders: jax.Array, *, window: int = 4,
