@@ -33,6 +33,7 @@ def test_nucleus_ties_and_edges():
   np.testing.assert_array_equal(nucleus_mask(probs, 0.0), [True, False, False, False])
   np.testing.assert_array_equal(nucleus_mask(probs[::-1] * jnp.array([0, 1, 1, 2]), 0.6),
                                 [False, False, False, True])
+  assert nucleus_mask(probs * jnp.array([1, 0, 1, 0]), 0.6).all()  # all of it is below p
 
 
 # Level 0 of `conftest` compiles faster, and computes a billion values of noise slower.
