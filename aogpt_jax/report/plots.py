@@ -68,3 +68,21 @@ def generation_grid(path: pathlib.Path, rows: Sequence[Row], title: str) -> None
   both[0].legend()
   figure.suptitle(title)
   _save(figure, path)
+
+
+def seconds_by_steps(path: pathlib.Path, rows: Sequence[Row], title: str) -> None:
+  """Seconds of generation against steps, both logarithmic: decoder and encoder (paper Figure 4)."""
+  figure, axes = _figure()
+  steps = [row['steps'] for row in rows]
+  for name in ('decoder', 'encoder'):
+    seconds, low, high = ([row[f'{name}_seconds{end}'] for row in rows]
+                          for end in ('', '_low', '_high'))
+    bars = [[s - a for s, a in zip(seconds, low)], [b - s for s, b in zip(seconds, high)]]
+    line = axes.errorbar(steps, seconds, bars, marker='o', capsize=3)
+    axes.annotate(name, (steps[-1], seconds[-1]), (8, 0), textcoords='offset points',
+                  color=line[0].get_color(), va='center')
+  axes.set_xscale('log', base=2)
+  axes.set_yscale('log')
+  axes.set_xticks(steps, map(str, steps))
+  axes.set(xlabel='steps', ylabel='seconds', title=title)
+  _save(figure, path)
