@@ -52,8 +52,8 @@ def calls_a_run() -> int:
   return 1 if jax.default_backend() == 'cpu' else 20
 
 
-def _call(run: Callable[[], Any], calls: int) -> float:
-  """Seconds a call."""
+def seconds_a_call(run: Callable[[], Any], calls: int = 1) -> float:
+  """Times `calls` calls, queued one behind the other; waits for the last one's result."""
   start = time.perf_counter()
   for _ in range(calls):
     result = run()
@@ -73,12 +73,12 @@ def interleaved(runs: dict[str, Callable[[], Any]], warm_up: bool = True, calls:
   Returns:
     A Timing a run. One whose first timed call took over LONG_SECONDS has that one alone.
   """
-  first = {name: _call(run, 1) if warm_up else None for name, run in runs.items()}
+  first = {name: seconds_a_call(run) if warm_up else None for name, run in runs.items()}
   times = {name: [] for name in runs}
   for _ in range(REPEATS):
     for name, run in runs.items():
       if not (times[name] and times[name][0] > LONG_SECONDS):
-        times[name].append(_call(run, calls))
+        times[name].append(seconds_a_call(run, calls))
   return {name: Timing(first[name], times[name]) for name in runs}
 
 
@@ -125,8 +125,9 @@ def _matmul_flops(dtype: str, shape: tuple[int, int, int]) -> float:
   a, b = jnp.ones((rows, inner), dtype), jnp.ones((inner, columns), dtype)
   matmul = jax.jit(jnp.matmul)
   run = lambda: matmul(a, b)
-  _call(run, 1)
-  return 2 * rows * inner * columns / min(_call(run, calls_a_run()) for _ in range(REPEATS))
+  seconds_a_call(run)
+  best = min(seconds_a_call(run, calls_a_run()) for _ in range(REPEATS))
+  return 2 * rows * inner * columns / best
 
 
 def matmul_peak(dtype: str) -> Peak:

@@ -28,7 +28,6 @@ _integer = '{:,}'.format
 _percent = '{:.1%}'.format
 _engineering = '{:.4g}'.format
 _giga = lambda value: number(value / 1e9)
-_gigabytes = lambda value: f'{value / 1e9:.2f}'
 _mega = lambda value: number(value / 1e6)
 _milli = lambda value: number(value * 1e3)
 
@@ -60,8 +59,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     'dense_seconds': ('dense, ms', _milli), 'blocked_seconds': ('blocked, ms', _milli),
     'to_blocked': ('dense / blocked', number),
     'attention': ('attention', str), 'remat': ('remat', str), 'logits': ('logits', str),
-    'temporary_bytes': ('temporary, GB', _gigabytes),
-    'all_bytes': ('with arguments, GB', _gigabytes),
+    'temporary_bytes': ('temporary, GB', _giga),
+    'all_bytes': ('with arguments, GB', _giga),
     'temporary_share': ('temporary, of full', _percent),
     'all_share': ('with arguments, of full', _percent),
     'num_ensembles': ('M', _integer), 'of_full_forwards': ('of n·M forward passes',

@@ -24,7 +24,7 @@ def _score(config: Config, tokens: np.ndarray, order: str) -> Callable[[], jax.A
   shardings = sharding_lib.state_shardings(mesh, nnx.to_pure_dict(params))
   block_nll = evaluation.make_block_nll(graphdef, shardings, mesh)
   weights = jax.device_put(nnx.to_pure_dict(params), shardings)
-  draw = evaluation.order_draw(orders_lib.make(order))
+  draw = jax.jit(evaluation.order_draw(orders_lib.make(order)), static_argnums=2)
   batch = [sharding_lib.global_array_from_all_rows(np.asarray(x), sharding_lib.batch_sharding(mesh))
            for x in (tokens, draw(jnp.int32(0), jnp.arange(len(tokens)), tokens.shape[1]))]
   return lambda: block_nll(weights, *batch)

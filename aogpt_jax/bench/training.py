@@ -116,8 +116,8 @@ def train(config: Config, peer: str) -> Iterator[Table]:
                 | measure.spread('to_peer', other and measure.ratio(times[other], timing)))
   counted = plan_lib.counted_flops(config) / tokens.size
   yield Table(
-      f'Training step, {config.train.batch_size} × {config.model.context_length} random tokens in '
-      f'{config.train.accumulation} micro-batches, {sizes(config.model)}, attention '
+      f'Training step, {config.train.batch_size} × {config.model.context_length} random tokens, '
+      f'micro-batches: {config.train.accumulation}; {sizes(config.model)}, attention '
       f'{_attention(config.model)}; median (range) of runs in turn',
       ('name', 'parameters', 'tokens_per_second', 'seconds', 'to_peer', 'flops_per_token',
        'flops_per_second', 'share', 'trace_seconds', 'compile_seconds', 'first_seconds', 'runs'),
@@ -165,8 +165,8 @@ def _first_generation(config: Config) -> Row:
   key = keys.stream_key(config.sample.seed, 'sample')
   order = orders_lib.make('uniform').sample(key, 8, length)
   rule = sampling.SamplingRule(config.sample.temperature, config.sample.top_p)
-  times = measure.interleaved({'run': lambda: sampling.generate(model, key, order, rule=rule)})
-  first, later = times['run'].first, times['run'].median
+  run = lambda: sampling.generate(model, key, order, rule=rule)
+  first, later = measure.seconds_a_call(run), measure.seconds_a_call(run)
   return {'name': f'generation of 8 × {length} tokens', 'layers': config.model.num_layers,
           'compile_seconds': first - later, 'first_seconds': first, 'later_seconds': later}
 
