@@ -44,6 +44,7 @@ setuptools.setup(
                 'tokenizers>=0.20,<0.24', GPT2, HF, PARQUET, ZSTD],
         'torch': ['torch>=2.4,<3'],
         'judge': ['torch>=2.4,<3', 'transformers>=4.50,<6'],
+        'bench': ['torch>=2.4,<3', 'transformers>=4.50,<6'],
         'cuda': ['jax[cuda12]>=0.10,<0.12'],
         'tpu': ['jax[tpu]>=0.10,<0.12'],
         'gpt2': [GPT2],

@@ -4,6 +4,8 @@ from absl import flags
 from ml_collections import config_flags
 
 MODES = ('train', 'prepare', 'evaluate', 'sample', 'infill', 'score', 'convert', 'bench', 'drill')
+SUITES = ('samplers', 'train', 'generate', 'growth', 'top_p', 'encoder', 'evaluate', 'data',
+          'prepare', 'compile', 'attention')
 
 config_flags.DEFINE_config_file(
     'config', None, 'Config file; override fields with --config.section.field=value after it.')
@@ -24,7 +26,7 @@ flags.DEFINE_integer('context_length', None, 'convert, from .pt: keep the '
 flags.DEFINE_string('tokenizer', None, 'convert, evaluate, score: the tokenizer of a '
                     '.pt file, such as gpt2; see data.tokenizer.')
 flags.DEFINE_string('output', None, 'sample, infill, score: file of JSON lines; - for '
-                    'stdout. evaluate: directory of the results.')
+                    'stdout. evaluate, bench: directory of the results.')
 flags.DEFINE_string('html', None, 'sample, infill: a page that plays the generation.')
 flags.DEFINE_string('text', None, 'infill: a text with holes, <mask:k> for k tokens; '
                     'score: a text.')
@@ -37,8 +39,9 @@ flags.DEFINE_string('judge', None, 'evaluate: judge the texts of the model inste
                     'run of this project, or a Hugging Face causal LM, hf:NAME.')
 flags.DEFINE_string('sampler', None, 'sample, infill: parallel, sequential, speculative '
                     'or adaptive; short for --config.sample.sampler.')
-flags.DEFINE_enum('suite', 'samplers', ('samplers', 'encoder', 'prepare', 'compile', 'attention'),
-                  'bench: what to measure.')
+flags.DEFINE_enum('suite', 'samplers', SUITES, 'bench: what to measure.')
+flags.DEFINE_enum('peer', 'gpt2', ('gpt2', 'none'), 'bench: the other side of the suites train, '
+                  'generate and evaluate, GPT-2 of Hugging Face; none: leave it out.')
 flags.DEFINE_bool('distributed', False, 'train, evaluate: one run of several processes, on a '
                   'cluster that JAX finds by itself: TPU pod, GKE, Slurm, Open MPI.')
 flags.DEFINE_string('coordinator', None, 'Or, elsewhere: HOST:PORT of process 0, with')
@@ -58,5 +61,5 @@ MODE_FLAGS = {
     'sample': ('config', 'workdir', 'output', 'html', 'sampler'),
     'infill': ('config', 'workdir', 'output', 'html', 'sampler', 'text', 'input'),
     'drill': ('workdir',),
-    'bench': ('config', 'workdir', 'suite'),
+    'bench': ('config', 'workdir', 'suite', 'peer', 'output'),
     'convert': ('source', 'destination', 'context_length', 'tokenizer', 'overwrite')}

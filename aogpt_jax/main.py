@@ -62,7 +62,8 @@ def _run() -> None:
     return job.run(config, workdir, FLAGS.overwrite, FLAGS.allow_older_checkpoint,
                    FLAGS.profile_steps or '')
   if mode == 'bench':
-    return job.run(config, workdir, FLAGS.suite)
+    return job.run(config, workdir, FLAGS.suite, FLAGS.peer,
+                   _path(FLAGS.output) if FLAGS.output else None)
   source = _path(FLAGS.source) if FLAGS.source else workdir
   orders = FLAGS.order or []
   if mode == 'evaluate':

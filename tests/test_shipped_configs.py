@@ -88,7 +88,8 @@ NETS = {shrink(load(*run)).model: run for run in reversed(RUNS)}
 
 
 @pytest.mark.parametrize(('path', 'variant'), [
-    pytest.param(*run, marks=[pytest.mark.slow] * ('medium' in run[0] or 'figure' in run[0]))
+    pytest.param(*run, marks=[pytest.mark.slow] * any(
+        name in run[0] for name in ('medium', 'figure', 'bench')))
     for run in sorted(NETS.values())])
 def test_every_net_trains_one_step(path, variant):
   config = shrink(load(path, variant))
@@ -124,7 +125,8 @@ def parse(command: list[str]) -> Config:
   """What main makes of these flags."""
   values = flags.FlagValues()
   flag = config_flags.DEFINE_config_file('config', flag_values=values, sys_argv=command)
-  flags.DEFINE_string('workdir', None, '', flag_values=values)
+  for name in ('workdir', 'mode', 'suite'):
+    flags.DEFINE_string(name, None, '', flag_values=values)
   values(command)
   return config_lib.from_dict(flag.value)
 
@@ -140,7 +142,7 @@ def test_the_docstring_names_its_command_its_variants_and_flags_that_parse(path,
     parts = shlex.split(command)
     named, _, variant = parts[0].removeprefix('--config=').partition(':')
     assert named == path and variant in ('', *variants)
-    assert any(part.startswith('--workdir=runs/') for part in parts)
+    assert any(part.startswith(('--workdir=runs/', '--mode=bench')) for part in parts)
     assert parse(['main', *parts]) == load(path, variant or (*variants, '')[0])
   for variant in variants:
     assert re.search(rf'\b{re.escape(variant)}\b', text), f'{variant} is not explained'

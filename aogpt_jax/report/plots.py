@@ -48,7 +48,7 @@ def generation_grid(path: pathlib.Path, rows: Sequence[Row], title: str) -> None
   """Generation perplexity (log scale) and token entropy against steps, one line a decoding."""
   import matplotlib
   matplotlib.use('Agg')
-  from matplotlib import pyplot as plt, ticker
+  from matplotlib import pyplot as plt
   figure, both = plt.subplots(1, 2, figsize=(9.6, 4.2), layout='constrained')
   for name, label, axes in (('perplexity', 'perplexity under the judge', both[0]),
                             ('entropy', 'token entropy (nats)', both[1])):
@@ -63,8 +63,33 @@ def generation_grid(path: pathlib.Path, rows: Sequence[Row], title: str) -> None
     axes.spines[['top', 'right']].set_visible(False)
     axes.set(xlabel='steps', ylabel=label)
   both[0].set_yscale('log')
-  for set_formatter in (both[0].yaxis.set_major_formatter, both[0].yaxis.set_minor_formatter):
-    set_formatter(ticker.FuncFormatter(lambda value, _: f'{value:g}'))
+  _plain_ticks(both[0].yaxis)
   both[0].legend()
   figure.suptitle(title)
+  _save(figure, path)
+
+
+def _plain_ticks(axis: Any) -> None:
+  """0.2 and 30 on a logarithmic axis, not powers of ten."""
+  from matplotlib import ticker
+  for set_formatter in (axis.set_major_formatter, axis.set_minor_formatter):
+    set_formatter(ticker.FuncFormatter(lambda value, _: f'{value:g}'))
+
+
+def seconds_by_steps(path: pathlib.Path, rows: Sequence[Row], title: str) -> None:
+  """Seconds of generation against steps, both logarithmic: decoder and encoder (paper Figure 4)."""
+  figure, axes = _figure()
+  steps = [row['steps'] for row in rows]
+  for name in ('decoder', 'encoder'):
+    seconds, low, high = ([row[f'{name}_seconds{end}'] for row in rows]
+                          for end in ('', '_low', '_high'))
+    bars = [[s - a for s, a in zip(seconds, low)], [b - s for s, b in zip(seconds, high)]]
+    line = axes.errorbar(steps, seconds, bars, marker='o', capsize=3)
+    axes.annotate(name, (steps[-1], seconds[-1]), (8, 0), textcoords='offset points',
+                  color=line[0].get_color(), va='center')
+  axes.set_xscale('log', base=2)
+  axes.set_yscale('log')
+  _plain_ticks(axes.yaxis)
+  axes.set_xticks(steps, map(str, steps))
+  axes.set(xlabel='steps', ylabel='seconds', title=title)
   _save(figure, path)

@@ -37,16 +37,17 @@ def _cell(name: str, value: Any) -> str:
   return '–' if missing else FORMATS[name][1].format(value)
 
 
-def _lines(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def lines(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+  """A Markdown table of cells that are text."""
   header = list(header)
-  lines = [header, ['---'] * len(header), *rows]
-  return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+  return '\n'.join(f'| {" | ".join(line)} |'
+                   for line in [header, ['---'] * len(header), *rows])
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[str]) -> str:
   """One line a result."""
-  return _lines((FORMATS[name][0] for name in columns),
-                ([_cell(name, row.get(name)) for name in columns] for row in rows))
+  return lines((FORMATS[name][0] for name in columns),
+               ([_cell(name, row.get(name)) for name in columns] for row in rows))
 
 
 def grid(rows: Sequence[Row], down: str, across: str, corner: str = '') -> str:
@@ -61,9 +62,9 @@ def grid(rows: Sequence[Row], down: str, across: str, corner: str = '') -> str:
   cells = {(row[down], row[across]):
            f'{row["perplexity"]:.2f} ± {_cell("perplexity_error", row["perplexity_error"])}'
            for row in rows}
-  return _lines([corner, *map(str, names(across))],
-                ([str(line), *(cells.get((line, column), '–') for column in names(across))]
-                 for line in names(down)))
+  return lines([corner, *map(str, names(across))],
+               ([str(line), *(cells.get((line, column), '–') for column in names(across))]
+                for line in names(down)))
 
 
 def make_directory(directory: pathlib.Path) -> None:

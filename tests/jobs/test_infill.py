@@ -76,18 +76,20 @@ def test_mistakes_are_one_line(text_run, args, message):
 
 
 @pytest.mark.slow
-def test_bench_prints_both_sides(text_run):
-  """Calls, acceptance and times of the samplers; items of a decoder and an encoder."""
+def test_bench_prints_both_sides(text_run, tmp_path):
+  """Calls, acceptance and times of the samplers; items of a decoder and an encoder, and a plot."""
   small = ('--mode=bench', '--config.sample.num_samples=2', '--config.sample.steps=4')
   result = main(text_run, *small)
   assert result.returncode == 0, result.stderr
   rows = [line.split('|') for line in result.stdout.splitlines() if line.startswith('| s')]
   assert [row[1].strip() for row in rows][1:3] == ['sequential', 'speculative T, window 2']
-  assert all(0 < float(row[2]) <= 1 for row in rows[1:]) and float(rows[1][6]) == 1
-  result = main(text_run, *small, '--suite=encoder', '--config.model.context_length=16')
+  assert all(0 < float(row[2]) <= 1 for row in rows[1:]) and rows[1][6].split()[0] == '1'
+  result = main(text_run, *small, '--suite=encoder', '--config.model.context_length=16',
+                f'--output={tmp_path}')
   assert result.returncode == 0, result.stderr
-  assert '| encoder | 128 | 0 |' in result.stdout and 'encoder / decoder = ' in result.stdout
-  assert '| decoder | 50 | 6 |' in result.stdout  # 2 rows of 16 copies and 9 caught up; 4 x 7
+  # Steps; items of 2 rows, 16 copies and 9 caught up each; padding up to 4 x 7; the encoder's.
+  assert '| 4 | 50 | 6 | 128 |' in result.stdout
+  assert (tmp_path / 'bench_encoder.png').read_bytes().startswith(b'\x89PNG')
 
 
 def test_files_of_templates(tmp_path):

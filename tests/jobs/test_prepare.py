@@ -146,12 +146,14 @@ def test_another_modes_flag(tmp_path):
   assert result.stderr == 'error: --overwrite is not used by --mode=prepare; leave it out\n'
 
 
-def test_bench_prints_both_sides(corpus, tmp_path, monkeypatch):
+def test_bench_prints_both_sides(corpus, tmp_path, monkeypatch, capsys):
+  from aogpt_jax.bench import measure
   from aogpt_jax.jobs import bench
-  monkeypatch.setattr(bench, 'REPEATS', 1)
-  table = bench.prepare(make_config(corpus, workers=2, validation='files:none.txt'))
-  names, _, plain, prepared = rows(table)
+  monkeypatch.setattr(measure, 'REPEATS', 1)
+  bench.run(make_config(corpus, workers=2, validation='files:none.txt'), tmp_path, 'prepare')
+  names, _, plain, prepared = rows(capsys.readouterr().out)
   assert (plain[:2], prepared[:2]) == (['plain loop', '1'], ['prepare', '1'])  # too small for two
-  seconds = [float(row[2].split()[0]) for row in (plain, prepared)]
-  assert all(float(row[3]) > 0 for row in (plain, prepared)) and 'MB/s' in names
-  assert 'plain loop / prepare = ' in table and seconds[1] >= 0
+  seconds, ratios = ([float(row[names.index(name)].split()[0]) for row in (plain, prepared)]
+                     for name in ('seconds', 'plain loop / this'))
+  assert all(float(row[names.index('MB/s')]) > 0 for row in (plain, prepared))
+  assert ratios[0] == 1 and ratios[1] == pytest.approx(seconds[0] / seconds[1], rel=0.02)
