@@ -11,7 +11,8 @@
 
 Variants:
   small: 8 sequences of 256 tokens, vocabulary 4,096.
-  memory: 2 layers, 8 sequences of 1,024 tokens and the vocabulary of GPT-2.
+  memory: 2 layers, 8 sequences of 1,024 tokens, the vocabulary of GPT-2, and what the big configs
+    do to save memory (config_lib.paper()).
   top_p: the widths of AO-GPT small and its vocabulary; 8 texts of 32 tokens.
   curve: one text of 1,024 tokens, which the encoder computes at every step.
 
@@ -41,6 +42,9 @@ def get_config(variant: str = 'small'):
   config.model.scan_layers = False  # few layers: unrolled is faster, and compiles soon enough
   if variant == 'memory':
     config.model.num_layers = 2
+    config.model.scan_layers = True
+    config.model.loss_chunk = 128
+    config.model.remat = 'dots'
     return config
   config.model.vocab_size = 4096
   if variant == 'curve':
