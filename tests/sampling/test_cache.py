@@ -35,7 +35,8 @@ def _model_and_orders():
 
 def _generate(kind):
   model, orders = _model_and_orders()
-  options = dict(tokens=np.full((ROWS, N), 7), prompt_length=np.tile([0, 2, 5], 4), end=np.tile([N, N - 3, N], 4))
+  options = dict(tokens=np.full((ROWS, N), 7), prompt_length=np.tile([0, 2, 5], 4),
+                 end=np.tile([N, N - 3, N], 4))
   key = jax.random.key(2)
   if kind == 'parallel':
     return sampling.generate(model, key, orders, steps=9, schedule='cosine', **options)
