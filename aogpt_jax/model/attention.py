@@ -14,7 +14,7 @@ from aogpt_jax.model import attention_backends as backends
 class Past(NamedTuple):
   """Cached keys and values of one layer, and who may see what.
 
-  key: (B, H, K, S), value: (B, H, S, K), so that neither product needs a transposed copy.
+  key, value: (B, H, K, S).
   cached_visible: (T, S) or (B, T, S) bool, whether new item t sees cached item s.
   new_visible: (T, T) or (B, T, T) bool, whether new item t sees new item u.
   """
@@ -23,11 +23,6 @@ class Past(NamedTuple):
   value: jax.Array
   cached_visible: jax.Array
   new_visible: jax.Array
-
-
-def to_cache(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Keys and values (B, T, H, K) of new items with their axes as in `Past`."""
-  return jnp.moveaxis(key, 1, -1), jnp.moveaxis(value, 1, -2)
 
 
 def rotate(x: jax.Array, positions: jax.Array, base: float) -> jax.Array:
@@ -70,14 +65,14 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, past: Past | None
   if past is None:
     return jax.nn.dot_product_attention(query, key, value, is_causal=causal)
   # Two score blocks under one softmax: concatenating the cache itself would copy it at every step.
-  key, value = to_cache(key, value)
+  items_last = lambda x: jnp.moveaxis(x, 1, -1)
   scores = jnp.concatenate([
       _scores(query, past.key, past.cached_visible),
-      _scores(query, key, past.new_visible)], axis=-1)
+      _scores(query, items_last(key), past.new_visible)], axis=-1)
   weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
   slots = past.key.shape[-1]
-  mix = lambda w, v: jnp.einsum('bhts,bhsk->bthk', w, v)
-  return mix(weights[..., :slots], past.value) + mix(weights[..., slots:], value)
+  mix = lambda w, v: jnp.einsum('bhts,bhks->bthk', w, v)
+  return mix(weights[..., :slots], past.value) + mix(weights[..., slots:], items_last(value))
 
 
 def _scores(query: jax.Array, key: jax.Array, visible: jax.Array) -> jax.Array:

@@ -4,14 +4,13 @@ Every step reads all slots of its segment, filled or not, so segments keep that 
 filled. Axes: B batch, T new items, S slots, H heads, K head width.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from aogpt_jax.config import ModelConfig
-from aogpt_jax.model.attention import to_cache
 
 MAX_SEGMENTS = 4  # each is compiled apart
 MIN_SEGMENT = 64  # slots
@@ -22,7 +21,8 @@ Layers = list[tuple[jax.Array, jax.Array]]  # keys and values of each layer
 class Cache(NamedTuple):
   """Keys and values of past items.
 
-  layers: keys (B, H, K, S) and values (B, H, S, K) of each, see `attention.Past`.
+  layers: (B, H, K, S) keys and values of each: with the slots last neither product of attention
+    needs a transposed copy.
   valid: (B, S) bool, the slots that hold an item of the row; others hold padding or garbage.
   """
 
@@ -32,9 +32,9 @@ class Cache(NamedTuple):
 
 def empty_layers(config: ModelConfig, batch: int, slots: int) -> Layers:
   """Zeros for every layer, in config.dtype."""
-  zeros = lambda *shape: jnp.zeros((batch, config.num_heads, *shape), jnp.dtype(config.dtype))
-  return [(zeros(config.head_dim, slots), zeros(slots, config.head_dim))
-          for _ in range(config.num_layers)]
+  shape = (batch, config.num_heads, config.head_dim, slots)
+  zeros = lambda: jnp.zeros(shape, jnp.dtype(config.dtype))
+  return [(zeros(), zeros()) for _ in range(config.num_layers)]
 
 
 def empty(config: ModelConfig, batch: int, slots: int) -> Cache:
@@ -53,12 +53,9 @@ def write(cache: Cache, new: Layers, first: int, last: int, slot: jax.Array, val
     slot: () int32.
     valid: (B, last - first) bool.
   """
-  put = lambda old, x, axis: jax.lax.dynamic_update_slice_in_dim(old, x, slot, axis)
-  layers = []
-  for (old_key, old_value), (key, value) in zip(cache.layers, new, strict=True):
-    key, value = to_cache(key[:, first:last], value[:, first:last])
-    layers.append((put(old_key, key, -1), put(old_value, value, -2)))
-  return Cache(layers, put(cache.valid, valid, -1))
+  put = lambda old, x: jax.lax.dynamic_update_slice_in_dim(old, x, slot, axis=-1)
+  put_items = lambda old, x: put(old, jnp.moveaxis(x[:, first:last], 1, -1))
+  return Cache(jax.tree.map(put_items, cache.layers, new), put(cache.valid, valid))
 
 
 def after(slot: jax.Array, hidden: jax.Array) -> jax.Array:
@@ -69,18 +66,10 @@ def after(slot: jax.Array, hidden: jax.Array) -> jax.Array:
   return slot + jnp.isnan(hidden[0, 0, 0])
 
 
-def grow_layers(layers: Layers, slots: int) -> Layers:
-  """Adds empty slots, up to `slots`."""
-  more = (0, slots - layers[0][0].shape[-1])
-  none = (0, 0)
-  return [(jnp.pad(key, (none, none, none, more)), jnp.pad(value, (none, none, more, none)))
-          for key, value in layers]
-
-
-def grow(cache: Cache, slots: int) -> Cache:
-  """Adds empty slots, up to `slots`."""
-  more = (0, slots - cache.valid.shape[1])
-  return Cache(grow_layers(cache.layers, slots), jnp.pad(cache.valid, ((0, 0), more)))
+def grow(cache: Any, slots: int) -> Any:
+  """A Cache, or Layers, with empty slots added up to `slots`."""
+  return jax.tree.map(
+      lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, slots - x.shape[-1])]), cache)
 
 
 def cut(first: int, last: int) -> tuple[int, ...]:

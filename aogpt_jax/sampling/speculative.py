@@ -145,10 +145,8 @@ def _call(c: _Context, state: _State, start: jax.Array, chain: int, copies: int,
   hidden, new = c.model.extend(items, c.layers, past)
   chain_slots = cache_lib.after(start[:, None] + jnp.arange(chain), hidden)
   rows = jnp.arange(item.shape[0])[:, None]
-  cache = [(old_key.at[rows, :, :, chain_slots].set(_kept(key, chain), mode='drop'),
-            old_value.at[rows, :, chain_slots].set(_kept(value, chain), mode='drop'))
-           for (old_key, old_value), (key, value) in zip(state.cache, new, strict=True)]
-  return hidden, state._replace(cache=cache)
+  put = lambda old, x: old.at[rows, :, :, chain_slots].set(_kept(x, chain), mode='drop')
+  return hidden, state._replace(cache=jax.tree.map(put, state.cache, new))
 
 
 def _law(c: _Context, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -264,7 +262,7 @@ def _speculate(graphdef, params, key, rows, generated, orders, known, end, *, ru
   body: Callable[[_State], _State] = functools.partial(
       _one_call if scheme == 'FS' else _two_calls, c, window)
   for slots in segments:
-    state = state._replace(cache=cache_lib.grow_layers(state.cache, slots))
+    state = state._replace(cache=cache_lib.grow(state.cache, slots))
     # What a round writes fits the segment; what it writes behind the last token is dropped.
     fits = lambda state, slots=slots: (
         (slots == length) | (state.known.max() + window + 1 <= slots))

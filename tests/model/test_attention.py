@@ -44,8 +44,9 @@ def test_past_equals_dense_attention_over_all_items(batched_masks):
   rows = (B,) if batched_masks else ()
   cached, new = rng.random((*rows, T, S)) < 0.5, rng.random((*rows, T, T)) < 0.5
   new |= np.eye(T, dtype=bool)
-  past = attention.Past(jnp.moveaxis(past_key, 1, -1), jnp.moveaxis(past_value, 1, -2),
-                        jnp.asarray(cached), jnp.asarray(new))
+  items_last = lambda x: jnp.moveaxis(x, 1, -1)
+  past = attention.Past(items_last(past_key), items_last(past_value), jnp.asarray(cached),
+                        jnp.asarray(new))
   got = attention.attend(query, key, value, past)
   visible = np.broadcast_to(np.concatenate([cached, new], axis=-1), (B, T, S + T))
   want = _dense(query, np.concatenate([past_key, key], axis=1),
@@ -59,8 +60,8 @@ def test_output_has_the_dtype_of_the_values(cached):
   query, key, value = (_random(i, B, T, H, K) for i in range(3))
   low = lambda x: x.astype(jnp.bfloat16)
   masks = (jnp.ones((T, T), bool), jnp.eye(T, dtype=bool))
-  past = lambda f: attention.Past(f(jnp.moveaxis(key, 1, -1)), f(jnp.moveaxis(value, 1, -2)),
-                                  *masks) if cached else None
+  last = lambda x: jnp.moveaxis(x, 1, -1)
+  past = lambda f: attention.Past(f(last(key)), f(last(value)), *masks) if cached else None
   got = attention.attend(low(query), low(key), low(value), past(low))
   chex.assert_type(got, jnp.bfloat16)
   want = attention.attend(query, key, value, past(lambda x: x))

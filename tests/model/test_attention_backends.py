@@ -131,7 +131,7 @@ def test_what_a_backend_cannot_do_falls_to_dense_and_is_said_once(
 def test_every_backend_reads_a_cache_and_takes_any_length(wanted, said):
   """Decode masks, and a length that some refuse: the numbers of dense, whatever was asked for."""
   query, key, value, past_value = _inputs(150)
-  past_key, past_value = jnp.moveaxis(value[:, ::-1], 1, -1), jnp.moveaxis(past_value, 1, -2)
+  past_key, past_value = (jnp.moveaxis(x, 1, -1) for x in (value[:, ::-1], past_value))
   masks = jnp.tri(150, dtype=bool), jnp.eye(150, dtype=bool)
   for past in (None, attention.Past(past_key, past_value, *masks)):
     got = attention.attend(query, key, value, past, True, wanted)
