@@ -14,7 +14,7 @@ Variants:
   memory: 2 layers, 8 sequences of 1,024 tokens, the vocabulary of GPT-2, and what the big configs
     do to save memory (config_lib.paper()).
   top_p: the widths of AO-GPT small and its vocabulary; 8 texts of 32 tokens.
-  curve: one text of 1,024 tokens, which the encoder computes at every step.
+  curve: one text of 1,024 tokens, which the encoder computes at every step, so small a model.
 
 With --output=DIRECTORY the tables are also written as Markdown, JSON and CSV; --peer=none leaves
 out GPT-2 of Hugging Face, which needs pip install -e '.[bench]'.
@@ -48,6 +48,9 @@ def get_config(variant: str = 'small'):
     return config
   config.model.vocab_size = 4096
   if variant == 'curve':
+    config.model.num_layers = 3
+    config.model.num_heads = 4
+    config.model.embed_dim = 128
     config.sample.num_samples = 1
     return config
   config.model.context_length = 256
