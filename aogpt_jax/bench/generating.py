@@ -187,7 +187,7 @@ def encoder(config: Config) -> Iterator[Table]:
                 | measure.spread('decoder_seconds', ours)
                 | measure.spread('encoder_seconds', other)
                 | measure.spread('to_decoder', measure.ratio(other, ours)))
-  yield Table(f'{batch} texts of {n} tokens by steps, {_describe(config)}',
+  yield Table(f'{batch} text{"s" * (batch > 1)} of {n} tokens by steps, {_describe(config)}',
               ('steps', 'decoder_items', 'padding', 'encoder_items', 'decoder_seconds',
                'encoder_seconds', 'to_decoder', 'runs', 'encoder_runs'), rows,
               (f'A run of over {measure.LONG_SECONDS:.0f} s is timed once.',))

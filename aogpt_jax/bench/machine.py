@@ -73,8 +73,8 @@ def header(about: dict[str, Any]) -> str:
   if about['environment']:
     lines.append(', '.join(f'{name}={value}' for name, value in about['environment'].items()))
   if first and first[0] > BUSY * about['cores']:
-    lines.append(f'warning: the machine was busy (load {first[0]:.2f} on {about["cores"]} cores): '
-                 'these times are not to be trusted'
+    lines.append(f'warning: the machine was busy in the minute before (load {first[0]:.2f} on '
+                 f'{about["cores"]} cores): these times are not to be trusted'
                  + ', and PyTorch, whose threads wait for each other actively, suffers most'
                  * bool(about['peer']))
   return '  \n'.join(lines)

@@ -83,8 +83,14 @@ def interleaved(runs: dict[str, Callable[[], Any]], warm_up: bool = True, calls:
 
 
 def ratio(top: Timing, bottom: Timing) -> Ratio:
-  """seconds of `top` / seconds of `bottom`; the range pairs what was timed in the same round."""
-  pairs = [a / b for a, b in zip(top.seconds, bottom.seconds)]
+  """seconds of `top` / seconds of `bottom`.
+
+  The range pairs what was timed in the same round, or, where one side was timed once, its extremes.
+  """
+  if len(top.seconds) == len(bottom.seconds):
+    pairs = [a / b for a, b in zip(top.seconds, bottom.seconds)]
+  else:
+    pairs = [top.low / bottom.high, top.high / bottom.low]
   return Ratio(top.median / bottom.median, min(pairs), max(pairs))
 
 

@@ -78,6 +78,7 @@ def _plain_ticks(axis: Any) -> None:
 
 def seconds_by_steps(path: pathlib.Path, rows: Sequence[Row], title: str) -> None:
   """Seconds of generation against steps, both logarithmic: decoder and encoder (paper Figure 4)."""
+  from matplotlib import ticker
   figure, axes = _figure()
   steps = [row['steps'] for row in rows]
   for name in ('decoder', 'encoder'):
@@ -89,7 +90,9 @@ def seconds_by_steps(path: pathlib.Path, rows: Sequence[Row], title: str) -> Non
                   color=line[0].get_color(), va='center')
   axes.set_xscale('log', base=2)
   axes.set_yscale('log')
-  _plain_ticks(axes.yaxis)
+  axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+  axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f'{value:g}'))
+  axes.yaxis.set_minor_formatter(ticker.NullFormatter())
   axes.set_xticks(steps, map(str, steps))
   axes.set(xlabel='steps', ylabel='seconds', title=title)
   _save(figure, path)

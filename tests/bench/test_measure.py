@@ -62,6 +62,8 @@ def test_a_ratio_has_the_range_of_pairs_of_one_round():
   top, bottom = Timing(None, [4.0, 8.0, 6.0]), Timing(None, [2.0, 2.0, 3.0])
   assert measure.ratio(top, bottom) == measure.Ratio(3.0, 2.0, 4.0)
   assert measure.spread('x', measure.ratio(top, bottom)) == {'x': 3.0, 'x_low': 2.0, 'x_high': 4.0}
+  once = Timing(None, [8.0])
+  assert measure.ratio(once, Timing(None, [1.0, 4.0, 2.0])) == measure.Ratio(4.0, 2.0, 8.0)
   assert measure.spread('x', top) == {'x': 6.0, 'x_low': 4.0, 'x_high': 8.0}
   assert set(measure.spread('x', None).values()) == {None}
 
