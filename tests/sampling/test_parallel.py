@@ -126,7 +126,8 @@ def test_generate_keeps_the_prompt_and_each_row_to_itself():
   np.testing.assert_array_equal(run(hidden, orders), whole)
 
 
-@pytest.mark.parametrize(('steps', 'schedule'), [(0, 'linear'), (3, 'linear'), (3, 'cosine')])
+@pytest.mark.parametrize(('steps', 'schedule'), [
+    *(pytest.param(steps, 'linear', marks=pytest.mark.slow) for steps in (0, 3)), (3, 'cosine')])
 def test_rows_with_prompts_and_ends_of_their_own(steps, schedule):
   """Given tokens and those behind the end stay; each row is what it is by itself."""
   tokens, orders = _batch(4)
