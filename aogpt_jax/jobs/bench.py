@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from aogpt_jax import lm as lm_lib
 from aogpt_jax.bench import generating, machine, peers, reading, results, scoring, training
-from aogpt_jax.config import Config
+from aogpt_jax.config import Config, check
 from aogpt_jax.jobs import prepare as prepare_job
 from aogpt_jax.report import plots, tables
 
@@ -21,7 +21,22 @@ AGAINST_PEER = {'train': training.train, 'generate': generating.generate,
                 'evaluate': scoring.evaluate}
 ALONE = {'compile': training.compile_, 'attention': training.attention,
          'growth': generating.growth, 'top_p': generating.top_p, 'encoder': generating.encoder}
+OF_GENERATION = ('generate', 'growth', 'top_p', 'encoder')
 OF_DATA = {'data': reading.both, 'prepare': reading.prepare}
+
+
+def _check(config: Config, suite: str) -> None:
+  """Raises UserError if a suite that generates cannot, or would compare what it does not say."""
+  if suite not in OF_GENERATION:
+    return
+  model, samples = config.model, config.sample.num_samples
+  check(samples >= 1, 'sample.num_samples', samples, 'must be at least 1: they are one batch')
+  check(model.context_length >= 2, 'model.context_length', model.context_length,
+        'must be at least 2: GPT-2 is given its first token')
+  check(model.architecture == 'decoder', 'model.architecture', model.architecture,
+        "must be 'decoder': suites that generate measure it, and make the other side")
+  check(model.knows_target, 'model.target_injection', model.target_injection,
+        'must tell the model its target: texts are generated in uniform orders')
 
 
 def _tables(config: Config, workdir: pathlib.Path, suite: str, peer: str,
@@ -50,8 +65,10 @@ def run(config: Config, workdir: pathlib.Path, suite: str, peer: str = 'gpt2',
     output: directory of bench_SUITE.md, .json and .csv (and .png for `encoder`); None: none.
 
   Raises:
-    UserError: if what a peer needs is not installed, or the directory cannot be written.
+    UserError: if what a peer needs is not installed, the directory cannot be written, or the config
+      is none for the suite.
   """
+  _check(config, suite)
   load = machine.load()
   other = suite in AGAINST_PEER and peer != 'none'
   if other:

@@ -142,6 +142,24 @@ def test_missing_pytorch_is_one_line_before_any_device(monkeypatch):
                               'leave the other side out with --peer=none')
 
 
+@pytest.mark.parametrize(('section', 'changes', 'message'), [
+    ('sample', dict(num_samples=0), 'sample.num_samples=0: must be at least 1'),
+    ('model', dict(context_length=1), 'model.context_length=1: must be at least 2'),
+    ('model', dict(architecture='encoder', target_injection='none', position_encoding='rotary'),
+     "model.architecture='encoder': must be 'decoder'"),
+    ('model', dict(target_injection='none'), "model.target_injection='none': must tell")])
+@pytest.mark.parametrize('suite', bench.OF_GENERATION)
+def test_what_cannot_be_generated_is_one_line_before_any_device(suite, section, changes, message):
+  order = config_lib.OrderConfig('left_to_right')
+  if 'architecture' in changes:
+    order = config_lib.OrderConfig('uniform')
+  config = dataclasses.replace(CONFIG, order=order, **{
+      section: dataclasses.replace(getattr(CONFIG, section), **changes)})
+  with pytest.raises(UserError) as error:
+    bench.run(config, pathlib.Path('none'), suite, 'none')
+  assert str(error.value).startswith(message)
+
+
 def test_a_real_run_without_a_peer_prints_and_writes_the_same(monkeypatch, tmp_path, capsys):
   """The step is compiled and run, its state carried on; PyTorch is not needed."""
   monkeypatch.setitem(sys.modules, 'torch', None)
