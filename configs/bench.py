@@ -39,13 +39,12 @@ def get_config(variant: str = 'small'):
   config.model.num_layers = 6
   config.model.num_heads = 6
   config.model.embed_dim = 384
-  config.model.scan_layers = False  # few layers: unrolled is faster, and compiles soon enough
   if variant == 'memory':
     config.model.num_layers = 2
-    config.model.scan_layers = True
     config.model.loss_chunk = 128
     config.model.remat = 'dots'
     return config
+  config.model.scan_layers = False  # few layers: unrolled is faster, and compiles soon enough
   config.model.vocab_size = 4096
   if variant == 'curve':
     config.model.num_layers = 3

@@ -13,8 +13,6 @@ from aogpt_jax.config import Config, ModelConfig
 from aogpt_jax.data import workers
 from aogpt_jax.errors import UserError
 
-PEERS = ('gpt2', 'none')
-
 
 class Pending(NamedTuple):
   """What a run returns: `jax.block_until_ready` waits for it as for an array of jax."""
